@@ -1,0 +1,82 @@
+"""fastmha: fast multi-head attention on CPUs, on NumPy arrays, forward and backward.
+
+The map. Python decides, Cython connects and calls BLAS, C computes rows and tiles::
+
+    multihead.py  selfattention.py      the modules: thin faces of
+            \\        /
+            module.py                   fused parameters, forward, backward
+                |
+                |    functional.py      attention, attention_backward, the textbook functions
+                |     /     |
+            validate.py     |           every check and message; arrays -> one Problem
+                |           |
+             plan.py  threads.py        which algorithm and tiles; how many threads, who limits BLAS
+                |
+           algorithms.py                scratch, packing, one function a named algorithm
+                |
+             _core.pyx                  pointers and strides, the loop over heads, the GIL released
+             /      \\
+       _blas.pxd    csrc/               the only door to BLAS; row kernels once per instruction set and dtype,
+                                        the thread pool
+
+    beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
+    config.py (show_config), study/ (the memory-layout study and the command line)
+"""
+from __future__ import annotations
+
+import os as _os
+
+try:
+    from fastmha import _core
+except ImportError as _error:
+    if "fastmha._core" not in str(_error) and "'_core'" not in str(_error):
+        raise
+    raise ImportError(
+        f"fastmha is imported from {_os.path.dirname(__file__)}, which has no compiled core. In a clone, build it in place "
+        "with `pip install -e .`, or install it with `pip install .` and run Python from another folder."
+    ) from _error
+
+
+def _choose_isa() -> None:
+    """The best instruction set that runs here, or the one FASTMHA_ISA names."""
+    runnable = _core.runnable_isas()
+    forced = _os.environ.get("FASTMHA_ISA")
+    if forced and forced not in runnable:
+        raise ImportError(f"FASTMHA_ISA must be one of {', '.join(runnable)} on this machine, got {forced!r}")
+    _core.select_isa(forced or runnable[-1])
+
+
+_choose_isa()
+
+from fastmha import analysis, reference  # noqa: E402
+from fastmha.config import show_config  # noqa: E402
+from fastmha.functional import (  # noqa: E402
+    attention,
+    attention_backward,
+    combine_heads,
+    multi_head_attention,
+    multi_head_attention_core,
+    plan,
+    scaled_dot_product_attention,
+    softmax,
+    softmax_backward,
+    split_heads,
+)
+from fastmha.masks import (  # noqa: E402
+    create_attention_mask,
+    create_causal_mask,
+    create_causal_mask_with_cache,
+    create_padding_mask,
+)
+from fastmha.multihead import MultiHeadAttention  # noqa: E402
+from fastmha.plan import Plan  # noqa: E402
+from fastmha.selfattention import SelfAttention  # noqa: E402
+from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = [
+    "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention", "attention_backward", "combine_heads",
+    "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask",
+    "get_num_threads", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
+    "scaled_dot_product_attention", "set_num_threads", "show_config", "softmax", "softmax_backward", "split_heads",
+]

@@ -1,0 +1,581 @@
+# cython: language_level=3, freethreading_compatible=False
+"""Glue between Python and the kernels: arrays become pointers and strides, scratch is allocated, the GIL is released,
+and the "blas" algorithm loops over heads. No checks of user input here: `fastmha.validate` has made them.
+"""
+from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from libc.stddef cimport ptrdiff_t
+from libc.stdint cimport int64_t, uintptr_t
+from libc.string cimport memset
+
+from fastmha._blas cimport gemm, load_blas
+
+
+cdef extern from "csrc/fastmha.h" nogil:
+    ctypedef struct fmha_array:
+        char *data
+        ptrdiff_t stride[4]
+
+    ctypedef struct fmha_problem:
+        ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv
+        double scale, softcap
+        int banded
+        int64_t left, right
+        const int64_t *offset
+        const int64_t *key_length
+        fmha_array q, k, v, bool_mask, additive_mask
+
+    ctypedef struct fmha_block:
+        ptrdiff_t b, h, i0, rows, j0, cols, ld
+
+    ctypedef struct fmha_kernels:
+        const char *name
+        int vector_bytes
+        void (*softmax)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
+                                 ptrdiff_t) noexcept nogil
+        void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
+        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *) noexcept nogil
+        void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
+        int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
+        void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
+        void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
+                              ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
+        void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
+
+    int FMHA_ISA_COUNT
+    int64_t FMHA_UNBOUNDED
+    const fmha_kernels *fmha_kernels_of(int isa, int is_double)
+    int fmha_isa_runs(int isa)
+    const char *fmha_isa_name(int isa)
+    void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
+
+cdef extern from "csrc/pool.h" nogil:
+    ctypedef void (*fmha_task)(void *, ptrdiff_t, int) noexcept nogil
+    int fmha_pool_run(fmha_task, void *, ptrdiff_t, int)
+    int fmha_pool_workers()
+    void fmha_pool_shutdown()
+
+cdef extern from "csrc/blas_threads.h" nogil:
+    void fmha_blas_threads_bind(int (*)() noexcept nogil, void (*)(int) noexcept nogil)
+    int fmha_blas_threads_bound()
+    int fmha_blas_enter()
+    void fmha_blas_leave(int)
+    int fmha_blas_held()
+
+
+load_blas()
+cdef const fmha_kernels *kernel_tables[2]       # float32, float64
+
+
+def runnable_isas():
+    """Names of the instruction sets that are compiled in and that this CPU runs."""
+    return [fmha_isa_name(i).decode() for i in range(FMHA_ISA_COUNT) if fmha_isa_runs(i)]
+
+
+def select_isa(str name):
+    """Use the kernels of one instruction set from now on; it must be runnable here."""
+    for i in range(FMHA_ISA_COUNT):
+        if fmha_isa_name(i).decode() == name and fmha_isa_runs(i):
+            kernel_tables[0] = fmha_kernels_of(i, 0)
+            kernel_tables[1] = fmha_kernels_of(i, 1)
+            return
+    raise ValueError(f"instruction set {name!r} does not run here")
+
+
+def selected_isa():
+    """The name that the kernels in use carry themselves, and their vector width in bytes."""
+    return kernel_tables[0].name.decode(), kernel_tables[0].vector_bytes
+
+
+def bind_blas_threads(uintptr_t getter, uintptr_t setter):
+    """Addresses of `int get(void)` and `void set(int)` of SciPy's BLAS thread count, 0 and 0 where there are none."""
+    fmha_blas_threads_bind(<int (*)() noexcept nogil>getter, <void (*)(int) noexcept nogil>setter)
+
+
+def blas_threads_bound():
+    return bool(fmha_blas_threads_bound())
+
+
+def blas_held():
+    """How many calls hold SciPy's BLAS at one thread at this moment."""
+    return fmha_blas_held()
+
+
+def pool_workers():
+    """Threads that the pool has alive, the callers not counted."""
+    return fmha_pool_workers()
+
+
+def pool_shutdown():
+    fmha_pool_shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ arrays, scratch, runs
+
+cdef int read_array(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t itemsize, bint writable) except -1:
+    """Pointer and element strides of an array of at most 4 axes (aligned at the last), stride 0 where a length is 1.
+
+    The caller keeps the array alive.
+    """
+    cdef Py_buffer view
+    cdef int axis, shift
+    PyObject_GetBuffer(array, &view, PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0))
+    shift = 4 - view.ndim
+    to.data = <char *>view.buf
+    for axis in range(4):
+        to.stride[axis] = 0
+        if shape != NULL:
+            shape[axis] = 1
+    for axis in range(view.ndim):
+        if view.shape[axis] != 1:
+            to.stride[axis + shift] = view.strides[axis] // itemsize
+        if shape != NULL:
+            shape[axis + shift] = view.shape[axis]
+    PyBuffer_Release(&view)
+    return 0
+
+
+cdef char *pointer(object array, bint writable) except? NULL:
+    """Address of an array's first element."""
+    cdef fmha_array to
+    read_array(array, &to, NULL, 1, writable)
+    return to.data
+
+
+cdef class Scratch:
+    """Memory for the threads of one run: `size` bytes for each, on cache lines of its own."""
+    cdef char *memory
+    cdef char *start
+    cdef ptrdiff_t size
+
+    def __cinit__(self, ptrdiff_t size, int threads):
+        self.size = (size + 63) // 64 * 64 + 64
+        if size > (<ptrdiff_t>1 << 62) // (threads + 1):
+            raise MemoryError
+        self.memory = <char *>PyMem_RawMalloc(self.size * threads + 64)
+        if self.memory == NULL:
+            raise MemoryError(f"no memory for {self.size * threads} bytes of scratch")
+        self.start = <char *>((<uintptr_t>self.memory + 63) & ~<uintptr_t>63)
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.memory)
+
+
+cdef int run(fmha_task task, void *context, ptrdiff_t items, int threads) noexcept nogil:
+    """The items side by side with BLAS held at one thread; where it cannot be held, one after the other under a lock."""
+    cdef int held = fmha_blas_enter(), used = 1
+    cdef ptrdiff_t item
+    if held:
+        used = fmha_pool_run(task, context, items, threads)
+    else:
+        for item in range(items):
+            task(context, item, 0)
+    fmha_blas_leave(held)
+    return used
+
+
+cdef class Problem:
+    """One attention after validation: shapes, element strides and rules, for float32 or float64.
+
+    q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset and
+    key_lengths (B,) int64 or None; all aligned, last axis of q, k, v with unit stride.
+    """
+    cdef fmha_problem c
+    cdef object keep
+    cdef readonly bint is_double
+    cdef readonly ptrdiff_t itemsize
+    cdef readonly object q, k, v, dtype, bool_mask, additive_mask
+    cdef public str layout
+    cdef public object bytes_copied
+
+    def __cinit__(self, q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, double scale, double softcap):
+        cdef ptrdiff_t shape[4]
+        self.q, self.k, self.v, self.dtype = q, k, v, q.dtype
+        self.bool_mask, self.additive_mask = bool_mask, additive_mask
+        self.itemsize = self.dtype.itemsize
+        self.is_double = self.itemsize == 8
+        read_array(q, &self.c.q, shape, self.itemsize, False)
+        self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
+        read_array(k, &self.c.k, shape, self.itemsize, False)
+        self.c.Hkv, self.c.Lk = shape[1], shape[2]
+        read_array(v, &self.c.v, shape, self.itemsize, False)
+        self.c.Dv = shape[3]
+        self.c.bool_mask.data = self.c.additive_mask.data = NULL
+        if bool_mask is not None:
+            read_array(bool_mask, &self.c.bool_mask, NULL, 1, False)
+        if additive_mask is not None:
+            read_array(additive_mask, &self.c.additive_mask, NULL, self.itemsize, False)
+        self.c.banded = offset is not None
+        self.c.offset = <const int64_t *>pointer(offset, False) if offset is not None else NULL
+        self.c.key_length = <const int64_t *>pointer(key_lengths, False) if key_lengths is not None else NULL
+        self.c.left = FMHA_UNBOUNDED if left is None else left
+        self.c.right = FMHA_UNBOUNDED if right is None else right
+        self.c.scale, self.c.softcap = scale, softcap
+        self.keep = (offset, key_lengths)
+
+    def with_heads(self, q, k, v):
+        """The same problem on other arrays of the same shapes."""
+        offset, key_lengths = self.keep
+        other = Problem(q, k, v, self.bool_mask, self.additive_mask, offset, key_lengths, self.c.left, self.c.right,
+                        self.c.scale, self.c.softcap)
+        other.layout, other.bytes_copied = self.layout, self.bytes_copied
+        return other
+
+    @property
+    def shape(self):
+        """(B, H, Hkv, Lq, Lk, D, Dv)"""
+        return self.c.B, self.c.H, self.c.Hkv, self.c.Lq, self.c.Lk, self.c.D, self.c.Dv
+
+    @property
+    def offset(self):
+        return self.keep[0]
+
+    @property
+    def key_lengths(self):
+        return self.keep[1]
+
+    @property
+    def window(self):
+        """(left, right), None = unbounded; (None, None) where nothing is causal or windowed."""
+        left = None if not self.c.banded or self.c.left == FMHA_UNBOUNDED else self.c.left
+        right = None if not self.c.banded or self.c.right == FMHA_UNBOUNDED else self.c.right
+        return left, right
+
+
+# --------------------------------------------------------------------------------------------------- algorithm "blas"
+
+ctypedef struct Pack:
+    const fmha_kernels *kernels
+    fmha_array x
+    fmha_array y
+    ptrdiff_t heads, length, width, itemsize, row_blocks
+
+
+cdef ptrdiff_t PACK_ROWS = 64
+
+
+cdef void pack_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+    """Rows [i0, i0 + 64) of all heads of one batch row: both sides of the copy stay within a few pages."""
+    cdef Pack *c = <Pack *>context
+    cdef ptrdiff_t b = item // c.row_blocks, i0 = item % c.row_blocks * PACK_ROWS, h
+    cdef ptrdiff_t rows = min(PACK_ROWS, c.length - i0)
+    for h in range(c.heads):
+        c.kernels.copy_rows(
+            rows, c.width,
+            c.x.data + (b * c.x.stride[0] + h * c.x.stride[1] + i0 * c.x.stride[2]) * c.itemsize, c.x.stride[2],
+            c.y.data + (b * c.y.stride[0] + h * c.y.stride[1] + i0 * c.y.stride[2]) * c.itemsize, c.y.stride[2])
+
+
+def pack_heads(x, out, int threads):
+    """out <- x, both (B, H, L, width) with unit last strides; the blocked copy behind the contiguous layout."""
+    cdef Pack c
+    cdef ptrdiff_t shape[4]
+    c.itemsize = x.dtype.itemsize
+    c.kernels = kernel_tables[c.itemsize == 8]
+    read_array(out, &c.y, NULL, c.itemsize, True)
+    read_array(x, &c.x, shape, c.itemsize, False)
+    c.heads, c.length, c.width = shape[1], shape[2], shape[3]
+    c.row_blocks = (c.length + PACK_ROWS - 1) // PACK_ROWS
+    with nogil:
+        fmha_pool_run(pack_item, &c, shape[0] * c.row_blocks, threads)
+
+
+ctypedef struct Heads:
+    # What one run of the blas algorithm shares between its items.
+    fmha_problem p
+    const fmha_kernels *kernels
+    bint is_double
+    ptrdiff_t itemsize
+    ptrdiff_t rows, blocks, ld          # query rows a block, blocks a head, row stride of a block of scores
+    fmha_array out, weights             # out (B, H, Lq, Dv); weights (B, H, Lq, Lk) or NULL
+    fmha_array grad_out, grad_q, grad_k, grad_v
+    char *lse                           # (B, H, Lq) contiguous
+    char *scratch
+    ptrdiff_t scratch_size
+    int failed                          # an allocation on a careful path
+
+
+cdef inline char *head(const fmha_array *x, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i, ptrdiff_t itemsize) noexcept nogil:
+    return x.data + (b * x.stride[0] + h * x.stride[1] + i * x.stride[2]) * itemsize
+
+
+cdef inline ptrdiff_t leading(const fmha_array *x, ptrdiff_t width) noexcept nogil:
+    """The row stride as BLAS wants it: at least the width, also where a single row leaves it open (0 here)."""
+    return x.stride[2] if x.stride[2] > width else (width if width > 0 else 1)
+
+
+cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, const char *a, const char *x,
+                  ptrdiff_t ldx, ptrdiff_t width, double beta, char *y, ptrdiff_t ldy, bint finite) noexcept nogil:
+    """y := alpha * a . x + beta * y, or a^T . x if by_key, where a (rows, cols) is 0 at the removed pairs of the block.
+
+    The firewall: where x is not finite, 0 * NaN must not reach y. Then the product is taken with zeros in place of
+    what is not finite, which leaves the bits of every row that does not attend it, and the pairs that do are added.
+    """
+    cdef ptrdiff_t inner = block.rows if by_key else block.cols, outer = block.cols if by_key else block.rows
+    cdef char *clean
+    if finite:
+        gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, x, ldx, beta, y, ldy)
+        return
+    clean = <char *>PyMem_RawMalloc(inner * width * c.itemsize + 1)
+    if clean == NULL:
+        c.failed = 1
+        return
+    c.kernels.copy_finite(inner, width, x, ldx, clean, width)
+    gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, clean, width, beta, y, ldy)
+    c.kernels.add_nonfinite(&c.p, block, by_key, alpha, a, x, ldx, width, y, ldy)
+    PyMem_RawFree(clean)
+
+
+cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+    """One block of query rows of one head: S <- scale Q K^T, P <- softmax(S), O <- P V."""
+    cdef Heads *c = <Heads *>context
+    cdef fmha_problem *p = &c.p
+    cdef fmha_block block
+    cdef ptrdiff_t size = c.itemsize, j0, j1, i, hkv
+    cdef char *scores = c.scratch + worker * c.scratch_size
+    cdef char *row_sum = scores + c.rows * c.ld * size
+    cdef char *lse = NULL
+    cdef char *out
+    # The last rows of a causal head have the most keys: they start first.
+    block.i0 = (c.blocks - 1 - item % c.blocks) * c.rows
+    block.b, block.h = item // c.blocks // p.H, item // c.blocks % p.H
+    block.rows, block.ld = min(c.rows, p.Lq - block.i0), c.ld
+    hkv = block.h // (p.H // p.Hkv)
+    fmha_block_keys(p, block.b, block.i0, block.rows, &j0, &j1)
+    block.j0, block.cols = j0, j1 - j0
+    if c.lse != NULL:
+        lse = c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size
+    out = head(&c.out, block.b, block.h, block.i0, size)
+    if c.weights.data != NULL:
+        scores = head(&c.weights, block.b, block.h, block.i0, size)
+        block.ld = p.Lk if p.Lk > 0 else 1
+        for i in range(block.rows):
+            memset(scores + i * p.Lk * size, 0, j0 * size)
+            memset(scores + (i * p.Lk + j1) * size, 0, (p.Lk - j1) * size)
+        scores += j0 * size
+    # scores (rows, cols) <- scale * q (rows, D) @ k (cols, D).T
+    gemm(c.is_double, False, True, block.rows, block.cols, p.D, p.scale,
+         head(&p.q, block.b, block.h, block.i0, size), leading(&p.q, p.D),
+         head(&p.k, block.b, hkv, j0, size), leading(&p.k, p.D), 0, scores, block.ld)
+    c.kernels.attend_rows(p, &block, scores, row_sum, lse)
+    if c.weights.data != NULL:
+        c.kernels.divide_rows(block.rows, block.cols, scores, block.ld, row_sum)
+    # out (rows, Dv) <- probabilities (rows, cols) @ v (cols, Dv)
+    product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
+            leading(&c.out, p.Dv), True)
+    if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
+        product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
+                leading(&c.out, p.Dv), False)
+    if c.weights.data == NULL:
+        c.kernels.divide_rows(block.rows, p.Dv, out, leading(&c.out, p.Dv), row_sum)
+
+
+cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+    """One key/value head and the query heads that read it, in their order: the sums of grad_k and grad_v need no other."""
+    cdef Heads *c = <Heads *>context
+    cdef fmha_problem *p = &c.p
+    cdef fmha_block block
+    cdef ptrdiff_t size = c.itemsize, j0, j1, i, group = p.H // p.Hkv, hkv = item % p.Hkv, member, n
+    cdef ptrdiff_t ldq = leading(&p.q, p.D), ldk = leading(&p.k, p.D), ldv = leading(&p.v, p.Dv)
+    cdef ptrdiff_t ldo = leading(&c.grad_out, p.Dv)
+    cdef ptrdiff_t lddq = leading(&c.grad_q, p.D), lddk = leading(&c.grad_k, p.D), lddv = leading(&c.grad_v, p.Dv)
+    cdef char *scores = c.scratch + worker * c.scratch_size
+    cdef char *grad_scores
+    cdef char *q
+    cdef char *grad_out
+    cdef bint keys_finite, rows_finite, q_finite, grad_finite
+    block.b = item // p.Hkv
+    for i in range(p.Lk):
+        memset(head(&c.grad_k, block.b, hkv, i, size), 0, p.D * size)
+        memset(head(&c.grad_v, block.b, hkv, i, size), 0, p.Dv * size)
+    n = p.key_length[block.b] if p.key_length != NULL else p.Lk
+    keys_finite = c.kernels.all_finite(n, p.D, head(&p.k, block.b, hkv, 0, size), ldk)
+    for member in range(group):
+        block.h = hkv * group + member
+        block.i0 = 0
+        while block.i0 < p.Lq:
+            block.rows, block.ld = min(c.rows, p.Lq - block.i0), c.ld
+            fmha_block_keys(p, block.b, block.i0, block.rows, &j0, &j1)
+            block.j0, block.cols = j0, j1 - j0
+            grad_scores = scores + block.rows * c.ld * size
+            q = head(&p.q, block.b, block.h, block.i0, size)
+            grad_out = head(&c.grad_out, block.b, block.h, block.i0, size)
+            q_finite = c.kernels.all_finite(block.rows, p.D, q, ldq)
+            grad_finite = c.kernels.all_finite(block.rows, p.Dv, grad_out, ldo)
+            # scores (rows, cols) <- scale * q (rows, D) @ k (cols, D).T
+            gemm(c.is_double, False, True, block.rows, block.cols, p.D, p.scale, q, ldq,
+                 head(&p.k, block.b, hkv, j0, size), ldk, 0, scores, c.ld)
+            # grad_weights (rows, cols) <- grad_out (rows, Dv) @ v (cols, Dv).T
+            gemm(c.is_double, False, True, block.rows, block.cols, p.Dv, 1, grad_out, ldo,
+                 head(&p.v, block.b, hkv, j0, size), ldv, 0, grad_scores, c.ld)
+            # weights <- softmax, grad_scores <- weights * (grad_weights - sum(weights * grad_weights))
+            c.kernels.attend_rows_backward(p, &block, scores, grad_scores,
+                                           c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size)
+            # grad_q (rows, D) <- scale * grad_scores (rows, cols) @ k (cols, D)
+            product(c, &block, False, p.scale, grad_scores, head(&p.k, block.b, hkv, j0, size), ldk, p.D, 0,
+                    head(&c.grad_q, block.b, block.h, block.i0, size), lddq, keys_finite)
+            # grad_k (cols, D) <- grad_k + scale * grad_scores (rows, cols).T @ q (rows, D)
+            product(c, &block, True, p.scale, grad_scores, q, ldq, p.D, 1,
+                    head(&c.grad_k, block.b, hkv, j0, size), lddk, q_finite)
+            # grad_v (cols, Dv) <- grad_v + weights (rows, cols).T @ grad_out (rows, Dv)
+            product(c, &block, True, 1, scores, grad_out, ldo, p.Dv, 1,
+                    head(&c.grad_v, block.b, hkv, j0, size), lddv, grad_finite)
+            block.i0 += block.rows
+
+
+cdef ptrdiff_t score_stride(ptrdiff_t Lk, ptrdiff_t itemsize) noexcept:
+    """Row stride of a block of scores: whole cache lines, never a multiple of a page (rows would share cache sets)."""
+    cdef ptrdiff_t lanes = 64 // itemsize, ld = (Lk + lanes - 1) // lanes * lanes
+    return ld + lanes if ld * itemsize % 4096 == 0 else ld
+
+
+cdef int prepare(Heads *c, Problem problem, ptrdiff_t rows) except -1:
+    memset(c, 0, sizeof(Heads))
+    c.p = problem.c
+    c.kernels = kernel_tables[problem.is_double]
+    c.is_double, c.itemsize = problem.is_double, problem.itemsize
+    c.rows = max(1, min(rows, c.p.Lq))
+    c.blocks = (c.p.Lq + c.rows - 1) // c.rows
+    c.ld = score_stride(c.p.Lk, c.itemsize)
+    return 0
+
+
+def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads):
+    """The "blas" algorithm: out (B, H, Lq, Dv) of any strides BLAS takes, lse (B, H, Lq) and weights (B, H, Lq, Lk)
+    C-contiguous or None. `rows`: query rows a block."""
+    cdef Heads c
+    cdef Scratch scratch
+    prepare(&c, problem, rows)
+    read_array(out, &c.out, NULL, c.itemsize, True)
+    if lse is not None:
+        c.lse = pointer(lse, True)
+    if weights is not None:
+        read_array(weights, &c.weights, NULL, c.itemsize, True)
+        c.weights.stride[2] = c.p.Lk
+    cdef ptrdiff_t items = c.p.B * c.p.H * c.blocks
+    threads = max(1, min(threads, items))
+    scratch = Scratch((c.rows * c.ld + c.rows) * c.itemsize, threads)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    with nogil:
+        run(forward_item, &c, items, threads)
+    if c.failed:
+        raise MemoryError("no memory to treat values that are not finite")
+
+
+def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdiff_t rows, int threads):
+    """Gradients of the "blas" algorithm, written into grad_q, grad_k, grad_v (strides as BLAS takes them)."""
+    cdef Heads c
+    cdef Scratch scratch
+    prepare(&c, problem, rows)
+    read_array(grad_out, &c.grad_out, NULL, c.itemsize, False)
+    read_array(grad_q, &c.grad_q, NULL, c.itemsize, True)
+    read_array(grad_k, &c.grad_k, NULL, c.itemsize, True)
+    read_array(grad_v, &c.grad_v, NULL, c.itemsize, True)
+    c.lse = pointer(lse, False)
+    cdef ptrdiff_t items = c.p.B * c.p.Hkv
+    threads = max(1, min(threads, items))
+    # scores, grad_scores, and with softcap one row of slopes
+    scratch = Scratch((2 * c.rows + 1) * c.ld * c.itemsize, threads)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    with nogil:
+        run(backward_item, &c, items, threads)
+    if c.failed:
+        raise MemoryError("no memory to treat values that are not finite")
+
+
+# -------------------------------------------------------------------------------------------- projections and row functions
+
+ctypedef struct Product:
+    const fmha_kernels *kernels
+    bint is_double, trans_a, trans_b
+    ptrdiff_t m, n, k, itemsize, slice_rows, slice_cols, col_slices
+    fmha_array a, b, c
+    char *bias
+    double alpha, beta
+
+
+cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c (+ bias)."""
+    cdef Product *s = <Product *>context
+    cdef ptrdiff_t i0 = item // s.col_slices * s.slice_rows, j0 = item % s.col_slices * s.slice_cols
+    cdef ptrdiff_t rows = min(s.slice_rows, s.m - i0), cols = min(s.slice_cols, s.n - j0), size = s.itemsize
+    cdef ptrdiff_t lda = leading(&s.a, s.m if s.trans_a else s.k), ldb = leading(&s.b, s.k if s.trans_b else s.n)
+    cdef ptrdiff_t ldc = leading(&s.c, s.n)
+    cdef char *c = s.c.data + (i0 * ldc + j0) * size
+    gemm(s.is_double, s.trans_a, s.trans_b, rows, cols, s.k, s.alpha,
+         s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
+         s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, s.beta, c, ldc)
+    if s.bias != NULL:
+        s.kernels.add_bias(rows, cols, c, ldc, s.bias + j0 * size)
+
+
+def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias, slices, int threads):
+    """c := alpha * op(a) @ op(b) + beta * c (+ bias), matrices with unit last stride and row strides that BLAS takes.
+
+    `slices`: (rows, columns) of c in one item of the pool.
+    """
+    cdef Product s
+    cdef ptrdiff_t shape[4]
+    s.itemsize = c.dtype.itemsize
+    s.is_double = s.itemsize == 8
+    s.kernels = kernel_tables[s.is_double]
+    s.trans_a, s.trans_b, s.alpha, s.beta = trans_a, trans_b, alpha, beta
+    read_array(a, &s.a, shape, s.itemsize, False)
+    s.k = shape[2] if trans_a else shape[3]
+    read_array(b, &s.b, NULL, s.itemsize, False)
+    read_array(c, &s.c, shape, s.itemsize, True)
+    s.m, s.n = shape[2], shape[3]
+    s.bias = pointer(bias, False) if bias is not None else NULL
+    s.slice_rows, s.slice_cols = slices
+    s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
+    with nogil:
+        run(product_item, &s, (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices, threads)
+
+
+ctypedef struct Rows:
+    const fmha_kernels *kernels
+    ptrdiff_t rows, cols, step, itemsize
+    const char *x
+    const char *other
+    char *y
+
+
+cdef void softmax_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+    cdef Rows *c = <Rows *>context
+    cdef ptrdiff_t at = item * c.step * c.cols * c.itemsize, rows = min(c.step, c.rows - item * c.step)
+    if c.other == NULL:
+        c.kernels.softmax(rows, c.cols, c.x + at, c.cols, c.y + at, c.cols)
+    else:
+        c.kernels.softmax_backward(rows, c.cols, c.x + at, c.cols, c.other + at, c.cols, c.y + at, c.cols)
+
+
+def softmax_rows(x, softmax_output, y, int threads):
+    """y <- softmax of the rows of x; with softmax_output, y <- its gradient for grad_output x. All (rows, cols) C-contiguous."""
+    cdef Rows c
+    cdef ptrdiff_t shape[4]
+    cdef fmha_array a
+    c.itemsize = x.dtype.itemsize
+    c.kernels = kernel_tables[c.itemsize == 8]
+    read_array(x, &a, shape, c.itemsize, False)
+    c.x, c.rows, c.cols = a.data, shape[2], shape[3]
+    c.other = pointer(softmax_output, False) if softmax_output is not None else NULL
+    c.y = pointer(y, True)
+    c.step = max(1, 16384 // max(1, c.cols))
+    with nogil:
+        fmha_pool_run(softmax_item, &c, (c.rows + c.step - 1) // c.step, threads)
+
+
+def exponential(x, y):
+    """y <- exp(x) by the kernels' own function, for its test. (n,) contiguous."""
+    cdef const char *source = pointer(x, False)
+    kernel_tables[x.dtype.itemsize == 8].exponential(x.size, source, pointer(y, True))
+
+
+def hyperbolic_tangent(x, y):
+    """y <- tanh(x) by the kernels' own function, for its test. (n,) contiguous."""
+    cdef const char *source = pointer(x, False)
+    kernel_tables[x.dtype.itemsize == 8].hyperbolic_tangent(x.size, source, pointer(y, True))

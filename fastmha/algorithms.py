@@ -1,0 +1,59 @@
+"""From a validated problem to a call of the compiled core: scratch sizes, packing, allocation. No checks, no arithmetic."""
+from __future__ import annotations
+
+import numpy as np
+
+from fastmha import _core
+from fastmha._core import Problem
+from fastmha.plan import blas_rows, needs_packing, product_slices
+
+
+def packed(x: np.ndarray, threads: int) -> np.ndarray:
+    """A copy of heads x (B, H, L, width) with each head contiguous; broadcast batches and heads stay broadcast."""
+    B, H, L, width = x.shape
+    b, h = (1 if x.strides[0] == 0 else B), (1 if x.strides[1] == 0 else H)
+    out = np.empty((b, h, L, width), x.dtype)
+    if out.size:
+        _core.pack_heads(x[:b, :h], out, threads)
+    return np.broadcast_to(out, x.shape)
+
+
+def _for_blas(problem: Problem, pack: bool, threads: int) -> Problem:
+    """The problem with its heads packed: all of them, or those that BLAS cannot take where they lie."""
+    old = problem.q, problem.k, problem.v
+    new = [packed(x, threads) if pack or needs_packing(x) else x for x in old]
+    if all(a is b for a, b in zip(new, old)):
+        return problem
+    return problem.with_heads(*new)
+
+
+def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int,
+                 pack: bool = False) -> None:
+    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention; `pack` is the contiguous layout."""
+    _, _, _, Lq, Lk, _, _ = problem.shape
+    rows = blas_rows(Lq, Lk, problem.itemsize)
+    target = out
+    if needs_packing(out):
+        target = np.empty(out.shape, out.dtype)
+    _core.blas_forward(_for_blas(problem, pack, threads), target, lse, weights, rows, threads)
+    if target is not out:
+        out[...] = target
+
+
+def blas_backward(problem: Problem, grad_out: np.ndarray, lse: np.ndarray, grad_q: np.ndarray, grad_k: np.ndarray,
+                  grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
+    """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
+    _, _, _, Lq, Lk, _, _ = problem.shape
+    rows = blas_rows(Lq, Lk, problem.itemsize)
+    if pack or needs_packing(grad_out):
+        grad_out = packed(grad_out, threads)
+    _core.blas_backward(_for_blas(problem, pack, threads), grad_out, lse, grad_q, grad_k, grad_v, rows, threads)
+
+
+def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
+            bias: np.ndarray | None = None, accumulate: bool = False) -> np.ndarray:
+    """out := op(a) @ op(b) (+ out) (+ bias): matrices with unit last stride, in slices on the pool."""
+    m, n = out.shape
+    slices = product_slices(m, n, a.shape[0] if trans_a else a.shape[1])
+    _core.matmul(a, b, out, trans_a, trans_b, 1.0, 1.0 if accumulate else 0.0, bias, slices, threads)
+    return out

@@ -1,0 +1,33 @@
+"""What a bug report needs."""
+from __future__ import annotations
+
+import platform
+import sys
+
+import numpy as np
+import scipy
+
+from fastmha import _core, threads
+
+
+def show_config() -> None:
+    """Print the versions, instruction sets, BLAS and thread counts that fastmha works with."""
+    isa, width = _core.selected_isa()
+    bound = threads.blas_setter or "no setter found: products run under one lock"
+    for name, value in (
+        ("fastmha", f"{_version()} ({_core.__file__})"),
+        ("Python", f"{platform.python_version()} {platform.python_implementation()}, {platform.platform()}"),
+        ("NumPy", np.__version__),
+        ("SciPy", scipy.__version__),
+        ("CPU", f"{platform.machine()}, {sys.byteorder}-endian"),
+        ("kernels", f"{isa} ({8 * width}-bit vectors); runnable here: {', '.join(_core.runnable_isas())}"),
+        ("BLAS", f"scipy.linalg.cython_blas; threads: {bound}"),
+        ("threads", f"{threads.get_num_threads()} a call, {_core.pool_workers()} alive in the pool"),
+    ):
+        print(f"{name + ':':<9}{value}")
+
+
+def _version() -> str:
+    from fastmha import __version__
+
+    return __version__

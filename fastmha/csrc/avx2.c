@@ -1,0 +1,21 @@
+/* AVX2 and FMA, inside a fenced target region: nothing outside it may use these instructions. */
+#include "fastmha.h"
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define FMHA_ISA avx2
+#define FMHA_VECTOR_BYTES 32
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#include "kernels.inc.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,21 @@
+/* AVX-512 (F, VL, BW, DQ), inside a fenced target region: nothing outside it may use these instructions. */
+#include "fastmha.h"
+#include <math.h>
+#include <string.h>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define FMHA_ISA avx512
+#define FMHA_VECTOR_BYTES 64
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
+#endif
+#include "kernels.inc.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,9 @@
+/* The instruction set every CPU of the architecture has: SSE2 on x86-64, NEON on aarch64, else what the compiler makes
+ * of 16-byte vectors. */
+#include "fastmha.h"
+#include <math.h>
+#include <string.h>
+
+#define FMHA_ISA baseline
+#define FMHA_VECTOR_BYTES 16
+#include "kernels.inc.h"

@@ -1,0 +1,51 @@
+/* One dtype of one instruction set: vocabulary, algorithms, table. */
+#include "vec.inc.h"
+#include "rows.inc.h"
+
+const fmha_kernels FMHA_NAME(kernels) = {
+    .name = FMHA_STRING(FMHA_ISA),
+    .vector_bytes = FMHA_VECTOR_BYTES,
+    .softmax = FMHA_NAME(softmax),
+    .softmax_backward = FMHA_NAME(softmax_backward),
+    .attend_rows = FMHA_NAME(attend_rows),
+    .attend_rows_backward = FMHA_NAME(attend_rows_backward),
+    .divide_rows = FMHA_NAME(divide_rows),
+    .all_finite = FMHA_NAME(all_finite),
+    .copy_rows = FMHA_NAME(copy_rows),
+    .copy_finite = FMHA_NAME(copy_finite),
+    .add_bias = FMHA_NAME(add_bias),
+    .add_nonfinite = FMHA_NAME(add_nonfinite),
+    .exponential = FMHA_NAME(exponential),
+    .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
+};
+
+#undef REAL
+#undef INT
+#undef REAL_LOG
+#undef SIGN_BIT
+#undef EXP_SHIFT
+#undef EXP_BIAS
+#undef EXP_MAGIC
+#undef EXP_LOW
+#undef EXP_HIGH
+#undef LOG2_E
+#undef LN2_HIGH
+#undef LN2_LOW
+#undef NEGATIVE_INFINITY
+#undef LANES
+#undef VEC
+#undef IVEC
+#undef v_load
+#undef v_store
+#undef v_splat
+#undef i_splat
+#undef v_bits
+#undef v_from_bits
+#undef v_lane
+#undef v_truth
+#undef v_select
+#undef v_greater
+#undef v_equal
+#undef v_max
+#undef v_load_n
+#undef v_store_n

@@ -1,0 +1,100 @@
+/* What the C kernels and the Cython glue agree on: the problem, and one table of kernels per instruction set and dtype.
+ * C kernels never see Python and never call BLAS. Strides and offsets are in elements, ptrdiff_t everywhere. */
+#ifndef FASTMHA_H
+#define FASTMHA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define FMHA_UNBOUNDED ((int64_t)1 << 60)       /* a window side that removes nothing; offset + it cannot overflow */
+
+/* An array (B, H, L, width) with unit last stride, or a mask (B, H, Lq, Lk); stride 0 where an axis is broadcast. */
+typedef struct {
+    char *data;                 /* NULL where the operand is absent */
+    ptrdiff_t stride[4];        /* in elements */
+} fmha_array;
+
+/* One attention: everything below validation works from this and nothing else. */
+typedef struct {
+    ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv;
+    double scale;
+    double softcap;             /* 0: none */
+    int banded;                 /* causal or window: offset, left and right count */
+    int64_t left, right;        /* i + offset - left <= j <= i + offset + right */
+    const int64_t *offset;      /* (B,), NULL where not banded */
+    const int64_t *key_length;  /* (B,) valid keys, NULL: all */
+    fmha_array q, k, v;
+    fmha_array bool_mask;       /* uint8, nonzero = removed */
+    fmha_array additive_mask;   /* the dtype of q, -inf = removed */
+} fmha_problem;
+
+/* Rows i0 .. i0+rows of head (b, h) against keys j0 .. j0+cols: one block of scores, row stride ld. */
+typedef struct {
+    ptrdiff_t b, h, i0, rows, j0, cols, ld;
+} fmha_block;
+
+typedef struct {
+    const char *name;
+    int vector_bytes;
+
+    /* y <- softmax(x) row by row; a row of only -inf gives zeros. */
+    void (*softmax)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    /* dx <- y * (dy - sum(dy * y)) row by row. */
+    void (*softmax_backward)(ptrdiff_t rows, ptrdiff_t cols, const void *dy, ptrdiff_t lddy, const void *y,
+                             ptrdiff_t ldy, void *dx, ptrdiff_t lddx);
+
+    /* scores (scaled products) -> exp(masked, capped scores - row maximum), 0 where removed; row_sum (rows) gets the
+     * sums and lse (rows, may be NULL) the log of the sum of exponentials, -inf for an empty row. */
+    void (*attend_rows)(const fmha_problem *p, const fmha_block *block, void *scores, void *row_sum, void *lse);
+    /* scores -> probabilities exp(score - lse), grad_weights -> the gradient of the scaled products, both 0 where removed. */
+    void (*attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
+                                 const void *lse);
+    /* x[i, :] <- x[i, :] / divisor[i], an empty row (divisor 0) to zeros. NaN reaches only what is not 0. */
+    void (*divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *divisor);
+
+    int (*all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx);
+    void (*copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    void (*copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    void (*add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *bias);
+    /* The contributions of the non-finite rows of x to a product over a partly removed block, allowed pairs only:
+     * by_key 0: c[i, :] += alpha * a[i, j] * x[j, :] (x has a row for every key); by_key 1: c[j, :] += alpha * a[i, j] * x[i, :]. */
+    void (*add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha, const void *a,
+                          const void *x, ptrdiff_t ldx, ptrdiff_t width, void *c, ptrdiff_t ldc);
+    /* y[i] <- exp(x[i]), the kernels' own, for tests. */
+    void (*exponential)(ptrdiff_t n, const void *x, void *y);
+    void (*hyperbolic_tangent)(ptrdiff_t n, const void *x, void *y);
+} fmha_kernels;
+
+typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_ISA_COUNT } fmha_isa;
+
+/* The table for an instruction set, or NULL where it is not compiled in. Whether this CPU runs it: fmha_isa_runs. */
+const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double);
+int fmha_isa_runs(fmha_isa isa);
+const char *fmha_isa_name(fmha_isa isa);
+
+/* The keys [*j0, *j1) that query i of batch row b may attend as far as window, causality and padding say; none if *j1 <= *j0. */
+static inline void fmha_row_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t i, ptrdiff_t *j0, ptrdiff_t *j1)
+{
+    int64_t low = 0, high = p->key_length ? p->key_length[b] : p->Lk;
+    if (p->banded) {
+        int64_t diagonal = (int64_t)i + p->offset[b];
+        if (diagonal - p->left > low) low = diagonal - p->left;
+        if (diagonal + p->right + 1 < high) high = diagonal + p->right + 1;
+    }
+    if (low > p->Lk) low = p->Lk;
+    if (high < 0) high = 0;
+    *j0 = (ptrdiff_t)low;
+    *j1 = (ptrdiff_t)high;
+}
+
+/* All keys that any of the rows i0 .. i0+rows may attend: both ends of a row's range grow with the row. */
+static inline void fmha_block_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t *j0,
+                                   ptrdiff_t *j1)
+{
+    ptrdiff_t unused;
+    fmha_row_keys(p, b, i0, j0, &unused);
+    fmha_row_keys(p, b, i0 + rows - 1, &unused, j1);
+    if (*j1 < *j0) *j1 = *j0;
+}
+
+#endif

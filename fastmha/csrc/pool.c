@@ -1,0 +1,296 @@
+/* The thread pool. One run at a time; its whole state is one atomic word, the gate:
+
+     caller                                       worker
+     ------                                       ------
+     take `running`, or run serially
+     write the job, open the gate (slots = n)     sees slots > 0: slots - 1, active + 1 in one step: it has joined
+     work                                         work
+     close the gate (slots = 0)                   close the gate, active - 1: it has left
+     wait until active = 0                        spin, then sleep
+
+   The caller waits for those who joined and for nobody else: a worker that the system has put aside costs nothing. */
+#define _POSIX_C_SOURCE 200809L
+
+#include "pool.h"
+
+static int run_serially(fmha_task task, void *context, ptrdiff_t items)
+{
+    for (ptrdiff_t item = 0; item < items; item++)
+        task(context, item, 0);
+    return 1;
+}
+
+#if defined(FMHA_NO_THREADS) || defined(_WIN32) || defined(__STDC_NO_ATOMICS__)
+
+int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
+{
+    (void)threads;
+    return run_serially(task, context, items);
+}
+
+int fmha_pool_workers(void) { return 0; }
+
+void fmha_pool_shutdown(void) {}
+
+#else
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <time.h>
+
+enum {
+    MOST_WORKERS = 1023,
+    SPIN_NANOSECONDS = 50000, /* about what it costs to sleep and be woken again */
+    LOOKS_PER_CLOCK = 32,     /* looks at the gate between two looks at the clock */
+    CACHE_LINE = 64
+};
+
+/* The gate. Slots: how many more workers may join; above 0 only while a job is open. Active: how many are in. */
+#define ACTIVE 1u
+#define ACTIVE_FIELD 0x00007fffu
+#define CALLER_SLEEPS 0x00008000u
+#define SLOT 0x00010000u
+#define SLOT_FIELD 0x7fff0000u
+#define STOP 0x80000000u /* shut down, for good */
+
+static struct {
+    _Alignas(CACHE_LINE) atomic_uint gate; /* alone in its line: idle workers look at it all the time */
+    _Alignas(CACHE_LINE) atomic_ptrdiff_t next;
+    ptrdiff_t items; /* the job: written with the gate closed and nobody active, read by those who joined */
+    fmha_task task;
+    void *context;
+    _Alignas(CACHE_LINE) pthread_mutex_t running; /* held by the thread whose run this is, or by shutdown */
+    pthread_mutex_t lock;                         /* for sleeping; never held while a task runs */
+    pthread_cond_t wake, done;
+    atomic_int sleeping; /* workers asleep that nobody has called; changed under lock */
+    int calls;           /* workers called that have not yet got up; under lock */
+    atomic_int workers;  /* changed by the holder of `running` */
+    pthread_t threads[MOST_WORKERS];
+} pool = {
+    .running = PTHREAD_MUTEX_INITIALIZER,
+    .lock = PTHREAD_MUTEX_INITIALIZER,
+    .wake = PTHREAD_COND_INITIALIZER,
+    .done = PTHREAD_COND_INITIALIZER,
+};
+
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static inline void pause_briefly(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Takes items until there are none, then closes the gate, so that nobody joins for nothing. */
+static void work(int worker)
+{
+    const fmha_task task = pool.task;
+    void *const context = pool.context;
+    const ptrdiff_t items = pool.items;
+    ptrdiff_t item;
+    /* Relaxed: the counter only deals out numbers; the gate carries the data. */
+    while ((item = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < items)
+        task(context, item, worker);
+    /* Relaxed: slots only fall during a run, so a 0 seen here is final, and closing publishes nothing. */
+    if (atomic_load_explicit(&pool.gate, memory_order_relaxed) & SLOT_FIELD)
+        atomic_fetch_and_explicit(&pool.gate, ~SLOT_FIELD, memory_order_relaxed);
+}
+
+/* The worker's index if it got into the open job, else 0. */
+static int join_job(unsigned gate)
+{
+    while (gate & SLOT_FIELD)
+        /* Acquire: the job was written before the caller opened the gate. Whether this is still the job that was seen
+           does not matter: what succeeds joins the one that is open now. */
+        if (atomic_compare_exchange_weak_explicit(&pool.gate, &gate, gate - SLOT + ACTIVE, memory_order_acquire,
+                                                  memory_order_relaxed))
+            return (int)((gate & SLOT_FIELD) / SLOT);
+    return 0;
+}
+
+static void leave_job(void)
+{
+    /* Release: the caller, when it reads active = 0, sees what this worker's tasks wrote. */
+    const unsigned gate = atomic_fetch_sub_explicit(&pool.gate, ACTIVE, memory_order_release);
+    if ((gate & CALLER_SLEEPS) && (gate & ACTIVE_FIELD) == ACTIVE) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_signal(&pool.done);
+        pthread_mutex_unlock(&pool.lock);
+    }
+}
+
+/* A worker goes to sleep until call_workers counts it in. */
+static void sleep_till_called(void)
+{
+    pthread_mutex_lock(&pool.lock);
+    /* Sequentially consistent, here and in fmha_pool_run: one writes `sleeping` and reads the gate, the other writes the
+       gate and reads `sleeping`, and at least one of them must see the other. */
+    atomic_fetch_add(&pool.sleeping, 1);
+    if (atomic_load(&pool.gate) & (SLOT_FIELD | STOP)) {
+        atomic_fetch_sub(&pool.sleeping, 1);
+    } else {
+        while (pool.calls == 0)
+            pthread_cond_wait(&pool.wake, &pool.lock);
+        pool.calls--;
+    }
+    pthread_mutex_unlock(&pool.lock);
+}
+
+/* Wakes `count` workers, or all that sleep if they are fewer. */
+static void call_workers(int count)
+{
+    pthread_mutex_lock(&pool.lock);
+    const int sleeping = atomic_load(&pool.sleeping);
+    const int all = count >= sleeping;
+    if (all)
+        count = sleeping;
+    atomic_fetch_sub(&pool.sleeping, count);
+    pool.calls += count;
+    pthread_mutex_unlock(&pool.lock);
+    if (all)
+        pthread_cond_broadcast(&pool.wake);
+    else
+        while (count-- > 0)
+            pthread_cond_signal(&pool.wake);
+}
+
+static void *serve(void *unused)
+{
+    int64_t spin_until = nanoseconds() + SPIN_NANOSECONDS;
+    for (;;) {
+        unsigned gate = 0;
+        for (int look = 0; look < LOOKS_PER_CLOCK; look++) {
+            /* Relaxed: join_job acquires. */
+            gate = atomic_load_explicit(&pool.gate, memory_order_relaxed);
+            if (gate & (SLOT_FIELD | STOP))
+                break;
+            pause_briefly();
+        }
+        if (gate & STOP)
+            return unused;
+        const int worker = join_job(gate);
+        if (worker) {
+            work(worker);
+            leave_job();
+        } else if (nanoseconds() < spin_until) { /* jobs of others do not keep a worker that is left over awake */
+            continue;
+        } else {
+            sleep_till_called();
+        }
+        spin_until = nanoseconds() + SPIN_NANOSECONDS;
+    }
+}
+
+/* The caller waits for those who joined; not spinning for long, since an item may take seconds. */
+static void await_workers(void)
+{
+    const int64_t spin_until = nanoseconds() + SPIN_NANOSECONDS;
+    do {
+        for (int look = 0; look < LOOKS_PER_CLOCK; look++) {
+            /* Acquire: pairs with leave_job, of every worker, for each step on the gate since continues its release. */
+            if (!(atomic_load_explicit(&pool.gate, memory_order_acquire) & ACTIVE_FIELD))
+                return;
+            pause_briefly();
+        }
+    } while (nanoseconds() < spin_until);
+
+    pthread_mutex_lock(&pool.lock);
+    /* Relaxed: who leaves last after this step finds the flag in the same word, and signals under the lock. */
+    atomic_fetch_or_explicit(&pool.gate, CALLER_SLEEPS, memory_order_relaxed);
+    while (atomic_load_explicit(&pool.gate, memory_order_acquire) & ACTIVE_FIELD)
+        pthread_cond_wait(&pool.done, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+}
+
+/* Only the forking thread lives on in the child: forget the workers, and whatever the other threads were doing. */
+static void reset_in_child(void)
+{
+    pool.running = pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    pool.wake = pool.done = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    atomic_fetch_and(&pool.gate, STOP);
+    atomic_store(&pool.sleeping, 0);
+    atomic_store(&pool.workers, 0);
+    pool.calls = 0;
+}
+
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+static int fork_is_safe;
+
+static void watch_forks(void) { fork_is_safe = pthread_atfork(NULL, NULL, reset_in_child) == 0; }
+
+/* Starts workers until there are `wanted`, fewer if the system refuses. Returns how many may be used. */
+static int start_workers(int wanted)
+{
+    int workers = atomic_load_explicit(&pool.workers, memory_order_relaxed);
+    if (workers >= wanted)
+        return wanted;
+    sigset_t all, before; /* signals belong to the process's own threads: workers inherit a full mask */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (workers < wanted && pthread_create(&pool.threads[workers], NULL, serve, NULL) == 0)
+        atomic_store_explicit(&pool.workers, ++workers, memory_order_relaxed);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return workers;
+}
+
+int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
+{
+    if (threads > items)
+        threads = (int)items;
+    if (threads > MOST_WORKERS + 1)
+        threads = MOST_WORKERS + 1;
+    if (threads <= 1)
+        return run_serially(task, context, items);
+
+    pthread_once(&fork_once, watch_forks); /* before any lock is taken that a child could inherit */
+    if (!fork_is_safe || pthread_mutex_trylock(&pool.running) != 0)
+        return run_serially(task, context, items);
+
+    const int stopped = (atomic_load_explicit(&pool.gate, memory_order_relaxed) & STOP) != 0; /* written under `running` */
+    const int slots = stopped ? 0 : start_workers(threads - 1);
+    if (slots == 0) {
+        pthread_mutex_unlock(&pool.running);
+        return run_serially(task, context, items);
+    }
+
+    pool.task = task;
+    pool.context = context;
+    pool.items = items;
+    atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+    atomic_store(&pool.gate, (unsigned)slots * SLOT); /* releases the job; see sleep_till_called for the stronger order */
+    const int awake = atomic_load_explicit(&pool.workers, memory_order_relaxed) - atomic_load(&pool.sleeping);
+    if (slots > awake)
+        call_workers(slots - awake);
+
+    work(0);
+    await_workers();
+    pthread_mutex_unlock(&pool.running);
+    return slots + 1;
+}
+
+int fmha_pool_workers(void) { return atomic_load_explicit(&pool.workers, memory_order_relaxed); }
+
+void fmha_pool_shutdown(void)
+{
+    pthread_once(&fork_once, watch_forks);
+    pthread_mutex_lock(&pool.running);
+    atomic_fetch_or(&pool.gate, STOP);
+    call_workers(MOST_WORKERS);
+    for (int workers = fmha_pool_workers(); workers > 0; workers--) {
+        pthread_join(pool.threads[workers - 1], NULL);
+        atomic_store_explicit(&pool.workers, workers - 1, memory_order_relaxed);
+    }
+    pthread_mutex_unlock(&pool.running);
+}
+
+#endif

@@ -1,0 +1,25 @@
+/* A small persistent thread pool. It starts nothing until the first run that can use a second thread. */
+#ifndef FMHA_POOL_H
+#define FMHA_POOL_H
+
+#include <stddef.h>
+
+/* Runs one item. `worker` is 0 in the caller and 1 .. threads-1 in the pool's threads, distinct among those at work on one run. */
+typedef void (*fmha_task)(void *context, ptrdiff_t item, int worker);
+
+/* Runs task(context, i, worker) for every i in [0, items), each once, on at most `threads` threads, the caller being one of
+   them. Returns when all have ended; what the tasks wrote is then visible to the caller. Items are handed out in increasing
+   order by an atomic counter. Serial in the caller where threads <= 1, items <= 1, the pool is busy with another run (another
+   Python thread, or a nested call from inside a task), after shutdown, or where no thread can be started.
+   Returns how many threads took part at most (1 = serial).
+   A process may fork at any time, from any thread that is not inside a task: the child begins with no workers. */
+int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads);
+
+/* Threads alive now, without the caller: 0 before the first parallel run. */
+int fmha_pool_workers(void);
+
+/* Joins all workers, after the run that is under way; later runs are serial, in a forked child too.
+   Idempotent, safe from any thread that is not in a task. */
+void fmha_pool_shutdown(void);
+
+#endif

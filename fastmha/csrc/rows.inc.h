@@ -1,0 +1,286 @@
+/* Row kernels: what happens to scores between two products, one row after the other. No algorithm here knows its
+ * instruction set: REAL, VEC and LANES come from vec.inc.h. Rows may have any length; no element outside is touched. */
+
+/* sum(exp(x - peak)) of a row, exp(x - peak) written to y; a peak of -inf means that no score is a number above -inf. */
+static inline REAL FMHA_NAME(exp_row)(ptrdiff_t n, const REAL *x, REAL peak, REAL *y)
+{
+    VEC total = v_splat(0);
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC e = FMHA_NAME(exp)(v_load_n(x + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
+        total = total + e;
+        v_store_n(y + j, e, n - j);
+    }
+    return FMHA_NAME(sum)(total);
+}
+
+/* The largest score, NaN passed over. A row of only -inf and NaN, or of only -inf: 0, so that exp gives NaN or 0. */
+static inline REAL FMHA_NAME(row_peak)(ptrdiff_t n, const REAL *x)
+{
+    VEC best = v_splat(NEGATIVE_INFINITY);
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC s = v_load_n(x + j, n - j, NEGATIVE_INFINITY);
+        best = v_max(s, best);
+    }
+    REAL peak = FMHA_NAME(largest)(best);
+    return peak == NEGATIVE_INFINITY ? 0 : peak;
+}
+
+static inline void FMHA_NAME(fill)(ptrdiff_t n, REAL *x, REAL value)
+{
+    for (ptrdiff_t j = 0; j < n; j++) x[j] = value;
+}
+
+/* x <- x / divisor. An empty row (0 / 0) gives zeros; a NaN divisor makes NaN of what is not exactly 0: a removed
+ * position keeps its 0 in a row that has met a NaN. */
+static inline void FMHA_NAME(divide_row)(ptrdiff_t n, REAL *x, REAL divisor)
+{
+    if (divisor > 0 && divisor < (REAL)INFINITY) {
+        VEC inverse = v_splat(1 / divisor);
+        for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(x + j, v_load_n(x + j, n - j, 0) * inverse, n - j);
+    } else if (divisor != 0) {
+        for (ptrdiff_t j = 0; j < n; j++) x[j] = x[j] == 0 ? 0 : x[j] / divisor;
+    }
+}
+
+static void FMHA_NAME(divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *divisor_)
+{
+    REAL *x = x_;
+    const REAL *divisor = divisor_;
+    for (ptrdiff_t i = 0; i < rows; i++) FMHA_NAME(divide_row)(cols, x + i * ldx, divisor[i]);
+}
+
+static void FMHA_NAME(softmax)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx, void *y_, ptrdiff_t ldy)
+{
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        const REAL *x = (const REAL *)x_ + i * ldx;
+        REAL *y = (REAL *)y_ + i * ldy;
+        REAL total = FMHA_NAME(exp_row)(cols, x, FMHA_NAME(row_peak)(cols, x), y);
+        FMHA_NAME(divide_row)(cols, y, total);
+    }
+}
+
+static void FMHA_NAME(softmax_backward)(ptrdiff_t rows, ptrdiff_t cols, const void *dy_, ptrdiff_t lddy, const void *y_,
+                                        ptrdiff_t ldy, void *dx_, ptrdiff_t lddx)
+{
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        const REAL *dy = (const REAL *)dy_ + i * lddy, *y = (const REAL *)y_ + i * ldy;
+        REAL *dx = (REAL *)dx_ + i * lddx;
+        VEC total = v_splat(0);
+        for (ptrdiff_t j = 0; j < cols; j += LANES)
+            total = total + v_load_n(dy + j, cols - j, 0) * v_load_n(y + j, cols - j, 0);
+        VEC delta = v_splat(FMHA_NAME(sum)(total));
+        for (ptrdiff_t j = 0; j < cols; j += LANES) {
+            VEC g = v_load_n(dy + j, cols - j, 0) - delta;
+            v_store_n(dx + j, v_load_n(y + j, cols - j, 0) * g, cols - j);
+        }
+    }
+}
+
+/* softcap, additive mask, boolean mask on the keys [low, high) of one row; removed positions become -inf. */
+static inline void FMHA_NAME(mask_row)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t low,
+                                       ptrdiff_t high, REAL *s)
+{
+    ptrdiff_t n = high - low;
+    if (p->softcap != 0) {
+        VEC cap = v_splat(p->softcap), inverse = v_splat(1 / p->softcap);
+        for (ptrdiff_t j = 0; j < n; j += LANES)
+            v_store_n(s + j, cap * FMHA_NAME(tanh)(v_load_n(s + j, n - j, 0) * inverse), n - j);
+    }
+    if (p->additive_mask.data) {
+        const ptrdiff_t *stride = p->additive_mask.stride, step = stride[3];
+        const REAL *m = (const REAL *)p->additive_mask.data + block->b * stride[0] + block->h * stride[1] + i * stride[2]
+                        + low * step;
+        if (step == 1) {
+            VEC removed = v_splat(NEGATIVE_INFINITY);
+            for (ptrdiff_t j = 0; j < n; j += LANES) {
+                VEC add = v_load_n(m + j, n - j, 0);
+                VEC sum = v_load_n(s + j, n - j, 0) + add;
+                v_store_n(s + j, v_select(v_equal(add, removed), removed, sum), n - j);
+            }
+        } else {
+            for (ptrdiff_t j = 0; j < n; j++) {
+                REAL add = m[j * step];
+                s[j] = add == NEGATIVE_INFINITY ? add : s[j] + add;     /* NaN + -inf would be NaN */
+            }
+        }
+    }
+    if (p->bool_mask.data) {
+        const ptrdiff_t *stride = p->bool_mask.stride, step = stride[3];
+        const unsigned char *m = (const unsigned char *)p->bool_mask.data + block->b * stride[0] + block->h * stride[1]
+                                 + i * stride[2] + low * step;
+        for (ptrdiff_t j = 0; j < n; j++) s[j] = m[j * step] ? NEGATIVE_INFINITY : s[j];
+    }
+}
+
+/* The part of row i's key range that lies in the block, relative to its first column. */
+static inline void FMHA_NAME(row_range)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t *low,
+                                        ptrdiff_t *high)
+{
+    ptrdiff_t j0, j1;
+    fmha_row_keys(p, block->b, i, &j0, &j1);
+    j0 -= block->j0;
+    j1 -= block->j0;
+    if (j0 < 0) j0 = 0;
+    if (j1 > block->cols) j1 = block->cols;
+    if (j1 < j0) j0 = j1 = 0;
+    *low = j0;
+    *high = j1;
+}
+
+static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *block, void *scores, void *row_sum_,
+                                   void *lse_)
+{
+    REAL *row_sum = row_sum_, *lse = lse_;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *s = (REAL *)scores + r * block->ld;
+        ptrdiff_t i = block->i0 + r, low, high;
+        FMHA_NAME(row_range)(p, block, i, &low, &high);
+        FMHA_NAME(fill)(low, s, 0);
+        FMHA_NAME(fill)(block->cols - high, s + high, 0);
+        FMHA_NAME(mask_row)(p, block, i, low + block->j0, high + block->j0, s + low);
+        REAL peak = FMHA_NAME(row_peak)(high - low, s + low);
+        REAL total = FMHA_NAME(exp_row)(high - low, s + low, peak, s + low);
+        row_sum[r] = total;
+        if (lse) lse[r] = total == 0 ? NEGATIVE_INFINITY : peak + REAL_LOG(total);
+    }
+}
+
+/* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
+ * With p_j = exp(s_j - lse), t_j = tanh(product_j / softcap): g_j <- p_j (g_j - sum_k p_k g_k) (1 - t_j^2). */
+static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, const REAL *slope, REAL lse)
+{
+    VEC removed = v_splat(NEGATIVE_INFINITY), zero = v_splat(0), total = zero;
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC score = v_load_n(s + j, n - j, NEGATIVE_INFINITY);
+        IVEC gone = v_equal(score, removed);
+        VEC y = v_select(gone, zero, FMHA_NAME(exp)(score - v_splat(lse)));
+        VEC dy = v_select(gone, zero, v_load_n(g + j, n - j, 0));      /* what was removed may be NaN */
+        total = total + y * dy;
+        v_store_n(s + j, y, n - j);
+        v_store_n(g + j, dy, n - j);
+    }
+    REAL delta = FMHA_NAME(sum)(total);
+    if (delta - delta != 0) {       /* a NaN or Inf that is attended: it must not reach the removed positions' zeros */
+        for (ptrdiff_t j = 0; j < n; j++) {
+            REAL d = (g[j] - delta) * (slope ? slope[j] : 1);
+            g[j] = s[j] == 0 && g[j] == 0 ? 0 : s[j] * d;
+        }
+        return;
+    }
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC d = v_load_n(s + j, n - j, 0) * (v_load_n(g + j, n - j, 0) - v_splat(delta));
+        if (slope) d = d * v_load_n(slope + j, n - j, 0);
+        v_store_n(g + j, d, n - j);
+    }
+}
+
+static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores,
+                                            void *grad_weights, const void *lse_)
+{
+    const REAL *lse = lse_;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *s = (REAL *)scores + r * block->ld, *g = (REAL *)grad_weights + r * block->ld;
+        ptrdiff_t i = block->i0 + r, low, high;
+        FMHA_NAME(row_range)(p, block, i, &low, &high);
+        if (lse[r] == NEGATIVE_INFINITY) high = low;        /* an empty row gives no gradient */
+        FMHA_NAME(fill)(low, s, 0);
+        FMHA_NAME(fill)(low, g, 0);
+        FMHA_NAME(fill)(block->cols - high, s + high, 0);
+        FMHA_NAME(fill)(block->cols - high, g + high, 0);
+        s += low;
+        g += low;
+        REAL *slope = NULL;
+        if (p->softcap != 0) {      /* behind the two blocks: rows x ld of scratch for d(capped) / d(product) */
+            slope = (REAL *)grad_weights + block->rows * block->ld;
+            VEC inverse = v_splat(1 / p->softcap);
+            for (ptrdiff_t j = 0; j < high - low; j += LANES) {
+                VEC t = FMHA_NAME(tanh)(v_load_n(s + j, high - low - j, 0) * inverse);
+                v_store_n(slope + j, v_splat(1) - t * t, high - low - j);
+            }
+        }
+        FMHA_NAME(mask_row)(p, block, i, low + block->j0, high + block->j0, s);
+        FMHA_NAME(backward_row)(high - low, s, g, slope, lse[r]);
+    }
+}
+
+/* x * 0 is 0 for finite x and NaN for the others. */
+static int FMHA_NAME(all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx)
+{
+    VEC zero = v_splat(0), trace = zero;
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        const REAL *x = (const REAL *)x_ + i * ldx;
+        for (ptrdiff_t j = 0; j < cols; j += LANES) trace = trace + v_load_n(x + j, cols - j, 0) * zero;
+    }
+    return FMHA_NAME(sum)(trace) == 0;
+}
+
+static void FMHA_NAME(copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy)
+{
+    for (ptrdiff_t i = 0; i < rows; i++)
+        memcpy((REAL *)y + i * ldy, (const REAL *)x + i * ldx, (size_t)cols * sizeof(REAL));
+}
+
+static void FMHA_NAME(copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx, void *y_, ptrdiff_t ldy)
+{
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        const REAL *x = (const REAL *)x_ + i * ldx;
+        REAL *y = (REAL *)y_ + i * ldy;
+        for (ptrdiff_t j = 0; j < cols; j++) y[j] = x[j] - x[j] == 0 ? x[j] : 0;
+    }
+}
+
+static void FMHA_NAME(add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *bias_)
+{
+    const REAL *bias = bias_;
+    for (ptrdiff_t i = 0; i < rows; i++) {
+        REAL *x = (REAL *)x_ + i * ldx;
+        for (ptrdiff_t j = 0; j < cols; j += LANES)
+            v_store_n(x + j, v_load_n(x + j, cols - j, 0) + v_load_n(bias + j, cols - j, 0), cols - j);
+    }
+}
+
+static int FMHA_NAME(removed)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t j)
+{
+    ptrdiff_t low, high;
+    fmha_row_keys(p, block->b, i, &low, &high);
+    if (j < low || j >= high) return 1;
+    const ptrdiff_t *m = p->bool_mask.stride, *a = p->additive_mask.stride;
+    if (p->bool_mask.data && ((const unsigned char *)p->bool_mask.data)[block->b * m[0] + block->h * m[1] + i * m[2] + j * m[3]])
+        return 1;
+    return p->additive_mask.data
+           && ((const REAL *)p->additive_mask.data)[block->b * a[0] + block->h * a[1] + i * a[2] + j * a[3]] == NEGATIVE_INFINITY;
+}
+
+/* Rare and slow on purpose: only rows of x that hold a NaN or Inf, only pairs that may attend, only those elements. */
+static void FMHA_NAME(add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha,
+                                     const void *a_, const void *x_, ptrdiff_t ldx, ptrdiff_t width, void *c_,
+                                     ptrdiff_t ldc)
+{
+    const REAL *a = a_;
+    ptrdiff_t outer = by_key ? block->rows : block->cols, inner = by_key ? block->cols : block->rows;
+    for (ptrdiff_t s = 0; s < outer; s++) {
+        const REAL *x = (const REAL *)x_ + s * ldx;
+        if (FMHA_NAME(all_finite)(1, width, x, ldx)) continue;
+        for (ptrdiff_t t = 0; t < inner; t++) {
+            ptrdiff_t r = by_key ? s : t, n = by_key ? t : s;
+            if (FMHA_NAME(removed)(p, block, block->i0 + r, block->j0 + n)) continue;
+            REAL *c = (REAL *)c_ + t * ldc, factor = (REAL)alpha * a[r * block->ld + n];
+            for (ptrdiff_t w = 0; w < width; w++)
+                if (x[w] - x[w] != 0) c[w] += factor * x[w];
+        }
+    }
+}
+
+static void FMHA_NAME(exponential)(ptrdiff_t n, const void *x_, void *y_)
+{
+    const REAL *x = x_;
+    REAL *y = y_;
+    for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(y + j, FMHA_NAME(exp)(v_load_n(x + j, n - j, 0)), n - j);
+}
+
+static void FMHA_NAME(hyperbolic_tangent)(ptrdiff_t n, const void *x_, void *y_)
+{
+    const REAL *x = x_;
+    REAL *y = y_;
+    for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(y + j, FMHA_NAME(tanh)(v_load_n(x + j, n - j, 0)), n - j);
+}

@@ -1,0 +1,161 @@
+/* The vector vocabulary of one instruction set and dtype, in the compiler's generic vectors.
+ *
+ * Set before inclusion: FMHA_REAL (32 or 64), FMHA_VECTOR_BYTES, FMHA_NAME(x). Included once per dtype; kernels.inc.h
+ * undefines what is defined here. Without generic vectors (neither gcc nor clang) VEC is one REAL and all else follows. */
+
+#if FMHA_REAL == 32
+#define REAL float
+#define INT int32_t
+#define REAL_LOG logf
+#define SIGN_BIT INT32_MIN
+#define EXP_SHIFT 23
+#define EXP_BIAS 127
+#define EXP_MAGIC 0x1.8p23f
+#define EXP_LOW -104.0f         /* exp below it rounds to 0 */
+#define EXP_HIGH 89.0f          /* exp above it is inf */
+#define LOG2_E 0x1.715476p+0f
+#define LN2_HIGH 0x1.62p-1f     /* few bits: n * LN2_HIGH is exact */
+#define LN2_LOW 0x1.c85fep-10f
+/* Minimax fits over |r| <= ln2 / 2 of (exp(r) - 1 - r) / r^2 (relative error of exp 3.1e-9, float64: 3.8e-18) and over
+ * |x| <= sqrt(0.4) of (tanh(x) / x - 1) / x^2 (4.7e-9, float64: 1.3e-17), by the Remez exchange in 50 digits. */
+static const REAL FMHA_NAME(exp_fit)[] = {0x1.fffffcp-2f, 0x1.55549p-3f, 0x1.5558fcp-5f, 0x1.123b9ap-7f, 0x1.6a215ap-10f};
+static const REAL FMHA_NAME(tanh_fit)[] = {-0x1.55553p-2f, 0x1.11068ep-3f, -0x1.b8265cp-5f, 0x1.518b16p-6f,
+                                           -0x1.72fc48p-8f};
+#else
+#define REAL double
+#define INT int64_t
+#define REAL_LOG log
+#define SIGN_BIT INT64_MIN
+#define EXP_SHIFT 52
+#define EXP_BIAS 1023
+#define EXP_MAGIC 0x1.8p52
+#define EXP_LOW -746.0
+#define EXP_HIGH 710.0
+#define LOG2_E 0x1.71547652b82fep+0
+#define LN2_HIGH 0x1.62e42feep-1
+#define LN2_LOW 0x1.a39ef35793c76p-33
+static const REAL FMHA_NAME(exp_fit)[] = {
+    0x1.000000000000ap-1,  0x1.55555555554f7p-3,  0x1.55555555506b7p-5,  0x1.1111111128463p-7,  0x1.6c16c18494b7ap-10,
+    0x1.a01a012846c46p-13, 0x1.a01998daa9439p-16, 0x1.71df2812ff8b6p-19, 0x1.28ae9a663e8e8p-22, 0x1.ad7e1167b0f77p-26};
+static const REAL FMHA_NAME(tanh_fit)[] = {
+    -0x1.55555555554edp-2, 0x1.1111111109993p-3,  -0x1.ba1ba1b425e03p-5,  0x1.664f4752a5b59p-6,
+    -0x1.226e120f7f002p-7, 0x1.d6cea3b51bcdap-9,  -0x1.7d63583781ed7p-10, 0x1.334384d768048p-11,
+    -0x1.de3ef0f02c4d1p-13, 0x1.4119c71500d55p-14, -0x1.08d82cdf6c8b1p-16};
+#endif
+#define NEGATIVE_INFINITY ((REAL)-INFINITY)
+
+#if defined(__GNUC__) || defined(__clang__)
+#define LANES (FMHA_VECTOR_BYTES / (ptrdiff_t)sizeof(REAL))
+typedef REAL FMHA_NAME(vec) __attribute__((vector_size(FMHA_VECTOR_BYTES)));
+typedef INT FMHA_NAME(ivec) __attribute__((vector_size(FMHA_VECTOR_BYTES)));
+/* The same bits at any address that suits one REAL. */
+typedef REAL FMHA_NAME(vec_at) __attribute__((vector_size(FMHA_VECTOR_BYTES), aligned(sizeof(REAL)), may_alias));
+#define VEC FMHA_NAME(vec)
+#define IVEC FMHA_NAME(ivec)
+#define v_load(pointer) ((VEC)(*(const FMHA_NAME(vec_at) *)(pointer)))
+#define v_store(pointer, value) (*(FMHA_NAME(vec_at) *)(pointer) = (value))
+#define v_splat(value) ((VEC){0} + (REAL)(value))       /* not for -0.0 */
+#define i_splat(value) ((IVEC){0} + (INT)(value))
+#define v_bits(value) ((IVEC)(value))
+#define v_from_bits(value) ((VEC)(value))
+#define v_lane(value, lane) ((value)[lane])
+#else
+#define LANES ((ptrdiff_t)1)
+typedef REAL FMHA_NAME(vec);
+typedef INT FMHA_NAME(ivec);
+#define VEC FMHA_NAME(vec)
+#define IVEC FMHA_NAME(ivec)
+#define v_load(pointer) (*(const REAL *)(pointer))
+#define v_store(pointer, value) (*(REAL *)(pointer) = (value))
+#define v_splat(value) ((REAL)(value))
+#define i_splat(value) ((INT)(value))
+static inline INT FMHA_NAME(bits)(REAL x) { INT i; memcpy(&i, &x, sizeof i); return i; }
+static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x); return x; }
+#define v_bits(value) FMHA_NAME(bits)(value)
+#define v_from_bits(value) FMHA_NAME(from_bits)(value)
+#define v_lane(value, lane) (value)
+#endif
+
+/* All ones where true. In C, gcc has no vector ?: and a scalar comparison gives 1, hence the two forms. */
+#if defined(__GNUC__) || defined(__clang__)
+#define v_truth(comparison) ((IVEC)(comparison))
+#else
+#define v_truth(comparison) (-(INT)(comparison))
+#endif
+#define v_select(truth, yes, no) v_from_bits(((truth) & v_bits(yes)) | (~(truth) & v_bits(no)))
+#define v_greater(a, b) v_truth((a) > (b))
+#define v_equal(a, b) v_truth((a) == (b))
+#define v_max(a, b) v_select(v_greater(a, b), a, b)     /* b where a is NaN */
+
+static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
+{
+    REAL lanes[LANES];
+    for (ptrdiff_t l = 0; l < LANES; l++) lanes[l] = l < n ? x[l] : fill;
+    return v_load(lanes);
+}
+
+static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
+{
+    REAL lanes[LANES];
+    v_store(lanes, value);
+    for (ptrdiff_t l = 0; l < n; l++) y[l] = lanes[l];
+}
+
+/* n >= LANES: a whole vector, else the first n lanes. */
+#define v_load_n(pointer, n, fill) ((n) >= LANES ? v_load(pointer) : FMHA_NAME(load_part)(pointer, n, fill))
+#define v_store_n(pointer, value, n) \
+    do { if ((n) >= LANES) v_store(pointer, value); else FMHA_NAME(store_part)(pointer, value, n); } while (0)
+
+static inline REAL FMHA_NAME(sum)(VEC value)
+{
+    REAL lanes[LANES];
+    v_store(lanes, value);
+    for (ptrdiff_t half = LANES / 2; half; half /= 2)       /* pairwise: a fixed order */
+        for (ptrdiff_t l = 0; l < half; l++) lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
+static inline REAL FMHA_NAME(largest)(VEC value)
+{
+    REAL lanes[LANES];
+    v_store(lanes, value);
+    REAL best = lanes[0];
+    for (ptrdiff_t l = 1; l < LANES; l++) best = lanes[l] > best ? lanes[l] : best;
+    return best;
+}
+
+/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. Exact at 0, 0 at -inf, NaN at NaN, gradual underflow:
+ * 2^n is applied as two factors, both normal, so that only the last product rounds into the subnormals. */
+static inline VEC FMHA_NAME(exp)(VEC x)
+{
+    x = v_select(v_greater(v_splat(EXP_LOW), x), v_splat(EXP_LOW), x);
+    x = v_select(v_greater(x, v_splat(EXP_HIGH)), v_splat(EXP_HIGH), x);
+    VEC shifted = x * (REAL)LOG2_E + v_splat(EXP_MAGIC);
+    IVEC n = v_bits(shifted) - v_bits(v_splat(EXP_MAGIC));
+    VEC whole = shifted - v_splat(EXP_MAGIC);
+    VEC r = x - whole * (REAL)LN2_HIGH;
+    r = r - whole * (REAL)LN2_LOW;
+    const ptrdiff_t degree = sizeof FMHA_NAME(exp_fit) / sizeof(REAL);
+    VEC fit = v_splat(FMHA_NAME(exp_fit)[degree - 1]);
+    for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * r + v_splat(FMHA_NAME(exp_fit)[d]);
+    VEC y = (fit * r) * r + r;
+    y = y + v_splat(1);
+    IVEC half = n >> 1;
+    y = y * v_from_bits((half + i_splat(EXP_BIAS)) << EXP_SHIFT);
+    return y * v_from_bits((n - half + i_splat(EXP_BIAS)) << EXP_SHIFT);
+}
+
+/* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry. */
+static inline VEC FMHA_NAME(tanh)(VEC x)
+{
+    IVEC sign = v_bits(x) & i_splat(SIGN_BIT);
+    VEC size = v_from_bits(v_bits(x) ^ sign);
+    VEC squared = x * x;
+    const ptrdiff_t degree = sizeof FMHA_NAME(tanh_fit) / sizeof(REAL);
+    VEC fit = v_splat(FMHA_NAME(tanh_fit)[degree - 1]);
+    for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * squared + v_splat(FMHA_NAME(tanh_fit)[d]);
+    VEC near = (fit * squared) * x + x;
+    VEC far = v_splat(1) - v_splat(2) / (FMHA_NAME(exp)(size + size) + v_splat(1));
+    far = v_from_bits(v_bits(far) | sign);
+    return v_select(v_greater(v_splat(0.625), size), near, far);
+}

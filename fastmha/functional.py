@@ -1,0 +1,400 @@
+"""Attention and the textbook functions: validate, plan, call the core."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fastmha import _core, algorithms, threads, validate
+
+from fastmha._core import Problem
+from fastmha.plan import Plan, choose, make_plan
+
+
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
+    is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
+    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
+    algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None, num_threads: int | None = None,
+) -> Any:
+    """Scaled dot-product attention on heads: softmax(scale · q kᵀ, masked) v [1]_.
+
+    Parameters
+    ----------
+    q : (B, H, Lq, D) array of float32 or float64
+        Queries; (B, Lq, H, D) with ``layout="BLHD"``. Any strides: only an array whose last axis is not unit-stride or
+        that is not aligned is copied ("blas": also heads whose row stride BLAS cannot take).
+    k : (B, Hkv, Lk, D) array of q's dtype
+        Keys. H must be a multiple of Hkv; query head h reads key/value head ``h // (H // Hkv)``.
+    v : (B, Hkv, Lk, Dv) array of q's dtype
+        Values.
+    layout : {"BHLD", "BLHD"}
+        Axis order of q, k, v and the output. "BHLD": each head contiguous. "BLHD": what a fused projection writes, each
+        head a strided view.
+    mask : array of bool or of q's dtype, optional
+        (Lq, Lk), or 4 axes that broadcast to (B, H, Lq, Lk); never expanded in memory. bool: True = may **not** attend.
+        Float: added to the scores, -inf = removed.
+    is_causal : bool
+        Query i may attend key j iff ``j <= i + offset``. For Lq = 2, Lk = 4 (x = may attend)::
+
+            offset = 0:  x . . .        offset = 2 (= Lk - Lq):  x x x .
+                         x x . .                                 x x x x
+
+    offset : int or (B,) array of int, optional
+        Position of query 0 among the keys, for `is_causal` and `window`. Default 0 where Lq == Lk; must be given elsewhere.
+    key_padding_lengths : (B,) array of int, optional
+        Valid keys of each batch row, 0 to Lk; those behind are removed.
+    window : (left, right), optional
+        Key j is kept iff ``i + offset - left <= j <= i + offset + right``; a side None is unbounded.
+    scale : float, optional
+        Factor of the products, default 1/sqrt(D).
+    softcap : float, optional
+        Scores s become ``softcap * tanh(s / softcap)``, before any mask.
+    algorithm : {"auto", "blas"}
+        "blas": scores in blocks, products by BLAS. "auto" chooses (see `fastmha.plan`).
+    return_lse : bool
+        Also return the log of the sum of exponentials of each row, as the backward pass needs it.
+    out : array, optional
+        Where to write the output; must not overlap an input.
+    num_threads : int, optional
+        Threads for this call; default `fastmha.get_num_threads()`. The bits do not depend on it.
+
+    Returns
+    -------
+    out : (B, H, Lq, Dv) array in the layout asked for
+        A query from which every key is removed gives zeros.
+    lse : (B, H, Lq) array, with ``return_lse=True``
+        Natural logarithm; -inf for a query from which every key is removed.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Naming the argument, what was expected and what came, before anything is computed.
+
+    Notes
+    -----
+    Where (i, j) is removed, nothing in k or v at j changes a bit of row i of the output, not even NaN or Inf.
+
+    References
+    ----------
+    .. [1] Vaswani et al., "Attention Is All You Need", 2017, equation (1).
+
+    Examples
+    --------
+    >>> import numpy as np, fastmha
+    >>> rng = np.random.default_rng(0)
+    >>> q = rng.standard_normal((2, 8, 16, 64), dtype=np.float32)
+    >>> k = v = rng.standard_normal((2, 2, 16, 64), dtype=np.float32)       # 2 key/value heads for 8 query heads
+    >>> fastmha.attention(q, k, v, is_causal=True).shape
+    (2, 8, 16, 64)
+    """
+    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    choose(problem, algorithm)
+    validate.blas_sizes(problem)
+    workers = threads.resolve(num_threads)
+    B, H, _, Lq, _, _, Dv = problem.shape
+    shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
+    if out is None:
+        result = target = np.empty(shape, problem.dtype)
+    else:
+        result = target = validate.output(out, shape, problem.dtype, {"q": q, "k": k, "v": v, "mask": mask})
+        if not validate.in_place(result):
+            target = np.empty(shape, problem.dtype)
+    lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
+    algorithms.blas_forward(problem, _by_head(target, layout), lse, None, workers)
+    if target is not result:
+        result[...] = target
+    return (result, lse) if return_lse else result
+
+
+def attention_backward(
+    grad_out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, *,
+    layout: str = "BHLD", mask: np.ndarray | None = None, is_causal: bool = False, offset: int | np.ndarray | None = None,
+    key_padding_lengths: np.ndarray | None = None, window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None, softcap: float | None = None, algorithm: str = "auto", num_threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of `attention` with respect to q, k and v.
+
+    Parameters
+    ----------
+    grad_out : (B, H, Lq, Dv) array
+        Gradient of the loss with respect to the output, in `layout`.
+    q, k, v : arrays
+        As in `attention`.
+    out, lse : arrays
+        What ``attention(..., return_lse=True)`` returned for the same arguments.
+    layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads
+        As in `attention`.
+
+    Returns
+    -------
+    grad_q, grad_k, grad_v : arrays of the full shapes of q, k and v
+        Fresh arrays, also where an input was a broadcast view. A removed pair contributes exactly nothing.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `attention`; also for a grad_out, out or lse of the wrong shape or dtype.
+
+    Notes
+    -----
+    With P = exp(S - lse): grad_v = Pᵀ grad_out, dP = grad_out vᵀ, dS = P ∘ (dP - rowsum(P ∘ dP)), grad_q = scale · dS k,
+    grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads.
+    """
+    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    choose(problem, algorithm)
+    validate.blas_sizes(problem)
+    B, H, Hkv, Lq, Lk, D, Dv = problem.shape
+    dtype = problem.dtype
+
+    def shape(heads: int, length: int, width: int) -> tuple[int, ...]:
+        return (B, heads, length, width) if layout == "BHLD" else (B, length, heads, width)
+
+    grad_out = validate.like("grad_out", grad_out, shape(H, Lq, Dv), dtype, layout)
+    validate.like("out", out, shape(H, Lq, Dv), dtype, layout)
+    lse = validate.like("lse", lse, (B, H, Lq), dtype, layout)
+    workers = threads.resolve(num_threads)
+    grad_out, _ = validate.usable(grad_out)
+    grads = [np.empty(shape(*s), dtype) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))]
+    algorithms.blas_backward(problem, _by_head(grad_out, layout), np.require(lse, None, "CA"),
+                             *(_by_head(g, layout) for g in grads), workers)
+    return grads[0], grads[1], grads[2]
+
+
+def plan(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
+    is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
+    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
+    algorithm: str = "auto", return_lse: bool = False, num_threads: int | None = None, backward: bool = False,
+) -> Plan:
+    """What `attention` with these arguments would do: algorithm and reasons, tiles, work, copies, scratch, balance.
+
+    Looks at shapes, strides and dtypes of q, k, v, never at their values. Parameters are those of `attention`;
+    ``backward=True`` plans the forward and the backward pass together. Raises what `attention` raises.
+
+    Examples
+    --------
+    >>> import numpy as np, fastmha
+    >>> q = np.ones((1, 8, 512, 64), np.float32)
+    >>> fastmha.plan(q, q, q, is_causal=True).algorithm
+    'blas'
+    """
+    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    return make_plan(problem, algorithm, threads.resolve(num_threads), validate.flag("backward", backward))
+
+
+def _by_head(x: np.ndarray, layout: str) -> np.ndarray:
+    """x as (B, H, L, width)."""
+    return x if layout == "BHLD" else x.transpose(0, 2, 1, 3)
+
+
+# ------------------------------------------------------------------------------------------------ textbook functions
+
+def softmax(x: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
+    """Softmax over the last axis.
+
+    Parameters
+    ----------
+    x : (..., n) array of float32 or float64
+        Any leading axes, any strides. -inf entries give exactly 0.
+    num_threads : int, optional
+        Threads for this call.
+
+    Returns
+    -------
+    (..., n) array
+        exp(x - max) / sum(exp(x - max)) row by row; a row of only -inf gives zeros.
+    """
+    x = _rows("x", x)
+    y = np.empty(x.shape, x.dtype)
+    if x.size:
+        _core.softmax_rows(x.reshape(-1, x.shape[-1]), None, y.reshape(-1, x.shape[-1]), threads.resolve(num_threads))
+    return y
+
+
+def softmax_backward(grad_output: np.ndarray, softmax_output: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
+    """Gradient of `softmax` with respect to its input, from its output.
+
+    Parameters
+    ----------
+    grad_output, softmax_output : (..., n) arrays of one dtype, float32 or float64
+        Gradient of the loss with respect to the softmax, and the softmax itself.
+    num_threads : int, optional
+        Threads for this call.
+
+    Returns
+    -------
+    (..., n) array
+        y ∘ (g - sum(g ∘ y)) row by row: the Jacobian diag(y) - y yᵀ times g.
+    """
+    grad_output, softmax_output = _rows("grad_output", grad_output), _rows("softmax_output", softmax_output)
+    validate.same_dtype("grad_output", grad_output, "softmax_output", softmax_output.dtype)
+    if grad_output.shape != softmax_output.shape:
+        raise ValueError(f"grad_output has shape {grad_output.shape} but softmax_output has {softmax_output.shape}")
+    grad = np.empty(softmax_output.shape, softmax_output.dtype)
+    if grad.size:
+        n = grad.shape[-1]
+        _core.softmax_rows(grad_output.reshape(-1, n), softmax_output.reshape(-1, n), grad.reshape(-1, n),
+                           threads.resolve(num_threads))
+    return grad
+
+
+def _rows(name: str, x: Any) -> np.ndarray:
+    x = validate.floats(name, x)
+    if x.ndim == 0:
+        raise ValueError(f"{name} must have at least one axis, got a scalar")
+    return np.require(x, None, "CA")
+
+
+def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """(out (B, H, Lq, Dv), weights (B, H, Lq, Lk)) by the "blas" algorithm, which has the weights in memory."""
+    validate.blas_sizes(problem)
+    B, H, _, Lq, Lk, _, Dv = problem.shape
+    out, weights = np.empty((B, H, Lq, Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
+    algorithms.blas_forward(problem, out, None, weights, workers)
+    return out, weights
+
+
+def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
+                                 mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Textbook attention with its weights: softmax(Q Kᵀ / sqrt(d)) V.
+
+    Parameters
+    ----------
+    Q, K, V : (B, n, d), (B, m, d), (B, m, d_v) arrays, or (B, H, n, d) and so on
+        float32 or float64, one dtype.
+    mask : (n, m) or (B, n, m) array, or for 4-D input (n, m) or one that broadcasts to (B, H, n, m); optional
+        bool: True = may not attend. Float: added to the scores.
+
+    Returns
+    -------
+    output : (B, n, d_v) or (B, H, n, d_v) array
+    weights : (B, n, m) or (B, H, n, m) array
+        Rows sum to 1; a row with everything removed is 0.
+    """
+    arrays = [validate.floats(name, x) for name, x in (("Q", Q), ("K", K), ("V", V))]
+    flat = arrays[0].ndim == 3
+    for name, x in zip("QKV", arrays):
+        if x.ndim not in (3, 4) or x.ndim != arrays[0].ndim:
+            raise ValueError(f"{name} must have 3 axes (B, n, d) or 4 axes (B, H, n, d), as many as Q, got shape {x.shape}")
+    if flat:
+        arrays = [x[:, None] for x in arrays]
+        if mask is not None and np.ndim(mask) == 3:
+            mask = np.asarray(mask)[:, None]
+    problem = validate.attention_problem(*arrays, "BHLD", mask, False, None, None, None, None, None)
+    out, weights = weighted(problem, threads.resolve(None))
+    return (out[:, 0], weights[:, 0]) if flat else (out, weights)
+
+
+def split_heads(x: np.ndarray, num_heads: int) -> np.ndarray:
+    """(B, L, d_model) as heads (B, H, L, D): a view, nothing moves in memory.
+
+    Parameters
+    ----------
+    x : (B, L, d_model) array
+    num_heads : int
+        H; must divide d_model.
+
+    Returns
+    -------
+    (B, H, L, d_model // H) view of x
+        Head h holds the columns h·D to (h + 1)·D.
+    """
+    x = np.asarray(x)
+    if x.ndim != 3:
+        raise ValueError(f"x must have 3 axes (B, L, d_model), got shape {x.shape}")
+    num_heads = validate.integer("num_heads", num_heads, 1)
+    B, L, d_model = x.shape
+    if d_model % num_heads:
+        raise ValueError(f"x has d_model {d_model} on axis 2, which num_heads {num_heads} does not divide")
+    return x.reshape(B, L, num_heads, d_model // num_heads).transpose(0, 2, 1, 3)
+
+
+def combine_heads(x: np.ndarray) -> np.ndarray:
+    """Heads (B, H, L, D) as (B, L, H·D): the inverse of `split_heads`, a view where x is one of its views, else a copy."""
+    x = np.asarray(x)
+    if x.ndim != 4:
+        raise ValueError(f"x must have 4 axes (B, H, L, D), got shape {x.shape}")
+    B, H, L, D = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(B, L, H * D)
+
+
+def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_heads: int,
+                              mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Multi-head attention on projected queries, keys and values: split heads, attend, combine heads.
+
+    Parameters
+    ----------
+    Q, K, V : (B, Lq, d_model), (B, Lk, d_model), (B, Lk, d_v_model) arrays
+        float32 or float64, one dtype; num_heads divides the widths.
+    num_heads : int
+    mask : array, optional
+        (Lq, Lk), or 4 axes that broadcast to (B, H, Lq, Lk).
+
+    Returns
+    -------
+    output : (B, Lq, d_v_model) array
+    weights : (B, H, Lq, Lk) array
+    """
+    heads = [split_heads(validate.floats(name, x, 3, "(B, L, d_model)"), num_heads)
+             for name, x in (("Q", Q), ("K", K), ("V", V))]
+    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
+    B, H, _, Lq, Lk, _, Dv = problem.shape
+    validate.blas_sizes(problem)
+    output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
+    algorithms.blas_forward(problem, split_heads(output, num_heads), None, weights, threads.resolve(None))
+    return output, weights
+
+
+def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads: int, weights: dict[str, np.ndarray],
+                         mask: np.ndarray | None = None) -> np.ndarray:
+    """Multi-head attention with its projections: (attention of (q W_Q, k W_K, v W_V)) W_O.
+
+    Parameters
+    ----------
+    q, k, v : (B, Lq, d_model), (B, Lk, d_model), (B, Lk, d_model) arrays
+        float32 or float64, one dtype.
+    num_heads : int
+    weights : dict
+        W_Q, W_K, W_V (d_model, ·), W_O (·, d_out), and optionally biases b_Q, b_K, b_V, b_O; matrices are (in, out).
+    mask : array, optional
+        As in `multi_head_attention_core`.
+
+    Returns
+    -------
+    (B, Lq, d_out) array
+    """
+    known = [p + s for p in ("W_", "b_") for s in "QKVO"]
+    missing = [name for name in known[:4] if name not in weights]
+    unknown = [name for name in weights if name not in known]
+    if missing or unknown:
+        raise ValueError(f"weights must hold W_Q, W_K, W_V, W_O and may hold b_Q, b_K, b_V, b_O: "
+                         f"{'missing ' + ', '.join(missing) if missing else 'unknown ' + ', '.join(map(repr, unknown))}")
+    workers = threads.resolve(None)
+
+    def project(name: str, x: Any, letter: str) -> np.ndarray:
+        x = validate.floats(name, x, 3, "(B, L, d_model)")
+        W = validate.floats(f'weights["W_{letter}"]', weights[f"W_{letter}"], 2, "(in, out)")
+        validate.same_dtype(f'weights["W_{letter}"]', W, name, x.dtype)
+        if W.shape[0] != x.shape[2]:
+            raise ValueError(f'weights["W_{letter}"] has {W.shape[0]} rows but {name} has width {x.shape[2]}')
+        bias = weights.get(f"b_{letter}")
+        if bias is not None:
+            bias = validate.floats(f'weights["b_{letter}"]', bias, 1, "(out,)")
+            validate.same_dtype(f'weights["b_{letter}"]', bias, name, x.dtype)
+            if bias.shape != (W.shape[1],):
+                raise ValueError(f'weights["b_{letter}"] must have shape ({W.shape[1]},), got {bias.shape}')
+            bias = np.require(bias, None, "CA")
+        y = np.empty((*x.shape[:2], W.shape[1]), x.dtype)
+        algorithms.product(np.require(x, None, "CA").reshape(-1, W.shape[0]), np.require(W, None, "CA"),
+                           y.reshape(-1, W.shape[1]), workers, bias=bias)
+        return y
+
+    Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
+    heads = [split_heads(x, num_heads) for x in (Q, K, V)]
+    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
+    validate.blas_sizes(problem)
+    B, H, _, Lq, _, _, Dv = problem.shape
+    concat = np.empty((B, Lq, H * Dv), problem.dtype)
+    algorithms.blas_forward(problem, split_heads(concat, num_heads), None, None, workers)
+    return project("concat", concat, "O")

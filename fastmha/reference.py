@@ -1,0 +1,392 @@
+"""The specification of fastmha in plain NumPy: what every kernel must return, and the oracle of the tests.
+
+Axis letters: ``B`` batch, ``Lq`` ``Lk`` lengths, ``H`` query heads, ``Hkv`` key/value heads, ``D`` key width, ``Dv``
+value width. One line of mathematics per step, everything materialised, in the dtype of the inputs. Valid inputs are
+assumed: the checks and their messages belong to the functions of the same names in `fastmha`.
+
+Definitions used throughout:
+
+* A pair (i, j) is *removed* by a boolean mask, by -inf in an additive mask, by causality, window or padding.
+* A score of -inf, wherever it comes from, has probability exactly 0. A row of only -inf (or of no keys at all) has
+  probabilities 0, output 0 and a log-sum-exp (lse) of -inf.
+* A removed pair adds nothing to any sum, even if its operands are NaN or Inf. Any other NaN or Inf propagates.
+
+Sources: Vaswani et al. 2017, "Attention Is All You Need", section 3.2; grouped heads: Ainslie et al. 2023, "GQA";
+backward from the lse and ``delta``: Dao et al. 2022, "FlashAttention", appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .masks import create_padding_mask
+
+Array = NDArray[Any]
+Window = tuple[int | None, int | None]
+
+
+def removed(
+    seq_len_q: int,
+    seq_len_k: int,
+    mask: Array | None = None,
+    is_causal: bool = False,
+    offset: ArrayLike | None = None,
+    key_padding_lengths: ArrayLike | None = None,
+    window: Window | None = None,
+) -> NDArray[np.bool_]:
+    """The removed pairs, all kinds together: bool, (B or 1, H or 1, Lq, Lk).
+
+    Raises ValueError if causality or a window needs an offset: it has a default, 0, for Lq == Lk only.
+    """
+    gone: Array = np.zeros((1, 1, seq_len_q, seq_len_k), bool)
+    if mask is not None:
+        gone = gone | (mask if mask.dtype == bool else mask == -np.inf)
+    if key_padding_lengths is not None:
+        gone = gone | create_padding_mask(key_padding_lengths, seq_len_k)[:, None, None, :]
+    if is_causal or window is not None:
+        if offset is None and seq_len_q != seq_len_k:
+            raise ValueError(
+                f"offset must be given for {seq_len_q} queries and {seq_len_k} keys: usually 0 (they begin together) "
+                f"or {seq_len_k - seq_len_q} (they end together)"
+            )
+        start = np.asarray(0 if offset is None else offset, np.int64).reshape(-1, 1, 1, 1)
+        ahead = np.arange(seq_len_k) - np.arange(seq_len_q)[:, None] - start  # j - (i + offset)
+        left, right = (None, None) if window is None else window
+        if is_causal:
+            gone = gone | (ahead > 0)
+        if left is not None:
+            gone = gone | (ahead < -left)
+        if right is not None:
+            gone = gone | (ahead > right)
+    return gone
+
+
+def _scores(
+    q: Array, k: Array, gone: Array, mask: Array | None, scale: float | None, softcap: float | None
+) -> tuple[Array, Array | None, float]:
+    """Scores (B, H, Lq, Lk), -inf where removed; the softcap's slope d score / d product, None for 1; the scale."""
+    width = q.shape[-1]
+    factor = float(scale) if scale is not None else 1 / math.sqrt(width) if width else 1.0
+    scores = (q @ k.swapaxes(-1, -2)) * factor
+    slope = None
+    if softcap is not None:
+        tanh = np.tanh(scores / float(softcap))
+        scores = tanh * float(softcap)
+        slope = 1 - tanh * tanh
+    if mask is not None and mask.dtype != bool:
+        scores = scores + mask
+    np.copyto(scores, -np.inf, where=gone)
+    return scores, slope, factor
+
+
+def _softmax(scores: Array) -> tuple[Array, Array]:
+    """Probabilities and lse of the rows; see the definitions above for -inf."""
+    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    np.copyto(top, 0, where=top == -np.inf)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    lse = (top + np.log(total))[..., 0]  # log(0) = -inf
+    weights = weights / total
+    np.copyto(weights, 0, where=scores == -np.inf)  # 0 / 0 in an empty row, 0 / NaN in a row that holds a NaN
+    return weights, lse
+
+
+def _product(weights: Array, rows: Array, gone: Array) -> Array:
+    """``weights @ rows``, where a removed pair (weight 0) adds nothing: 0 * NaN would be NaN.
+
+    weights (B, H, M, N), rows (B, H, N, W), gone broadcasts to weights -> (B, H, M, W). Rows that are not finite are
+    left out of the product and then added to the sums that may see them.
+    """
+    bad: Array = np.any(~np.isfinite(rows), axis=-1)
+    if not bad.any():
+        return weights @ rows
+    total = weights @ np.where(bad[..., None], 0, rows)
+    gone = np.broadcast_to(gone, weights.shape)
+    for b, h, j in np.argwhere(bad):
+        allowed = ~gone[b, h, :, j]
+        total[b, h, allowed] += weights[b, h, allowed, j, None] * rows[b, h, j]
+    return total
+
+
+def _swap(layout: str, *arrays: Array) -> list[Array]:
+    """(B, H, L, D) views of arrays in `layout`, and back: the swap is its own inverse."""
+    return [x if layout == "BHLD" else x.swapaxes(1, 2) for x in arrays]
+
+
+def _per_query_head(x: Array, heads: int) -> Array:
+    """(B, Hkv, L, D) -> (B, H, L, D): query head h reads head h // (H // Hkv)."""
+    return np.repeat(x, heads // max(x.shape[1], 1), axis=1)
+
+
+def _sum_groups(x: Array, kv_heads: int) -> Array:
+    """(B, H, L, D) -> (B, Hkv, L, D): the sum over the query heads of each group, the transpose of the above."""
+    batch, heads, length, width = x.shape
+    return x.reshape(batch, kv_heads, heads // max(kv_heads, 1), length, width).sum(axis=2)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    layout: str = "BHLD",
+    mask: Array | None = None,
+    is_causal: bool = False,
+    offset: ArrayLike | None = None,
+    key_padding_lengths: ArrayLike | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    algorithm: str = "auto",
+    return_lse: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Any:
+    """``softmax(scale * q k^T) v`` per head, with softcap and masks.
+
+    Parameters
+    ----------
+    q, k, v : ndarray, shapes (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv); axes 1 and 2 swapped in layout "BLHD"
+    layout : {"BHLD", "BLHD"}
+    mask : ndarray, 2 axes (Lq, Lk) or 4 that broadcast to (B, H, Lq, Lk)
+        bool: True = may not attend. Floating: added to the scores, -inf = removed.
+    is_causal : bool
+        Query i may attend key j if and only if j <= i + offset.
+    offset : int or ndarray of int (B,)
+        Default 0 for Lq == Lk; must be given otherwise, if causality or a window needs it.
+    key_padding_lengths : ndarray of int (B,)
+        Keys from this position on are removed.
+    window : (left, right), each int or None
+        Query i may attend i + offset - left <= j <= i + offset + right; None = unbounded.
+    scale : float
+        Default 1 / sqrt(D).
+    softcap : float
+        A score s becomes softcap * tanh(s / softcap), before any mask.
+    return_lse : bool
+    out : ndarray
+        Filled and returned, if given.
+    algorithm, num_threads
+        Ignored: there is one algorithm here.
+
+    Returns
+    -------
+    out : ndarray, (B, H, Lq, Dv) in `layout`
+    lse : ndarray (B, H, Lq), only with `return_lse`
+        Natural logarithm of the sum of the exponentials of the scores; -inf for a row with nothing left.
+    """
+    q, k, v = _swap(layout, q, k, v)
+    lengths = q.shape[2], k.shape[2]
+    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window)
+    with np.errstate(all="ignore"):
+        scores, _, _ = _scores(q, _per_query_head(k, q.shape[1]), gone, mask, scale, softcap)
+        weights, lse = _softmax(scores)
+        (result,) = _swap(layout, _product(weights, _per_query_head(v, q.shape[1]), gone))
+    if out is not None:
+        out[...] = result
+        result = out
+    return (result, lse) if return_lse else result
+
+
+def attention_weights(
+    q: Array,
+    k: Array,
+    *,
+    layout: str = "BHLD",
+    mask: Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    **pairs: Any,
+) -> Array:
+    """The probabilities of `attention`, (B, H, Lq, Lk) in either layout; 0 at removed pairs.
+
+    pairs: is_causal, offset, key_padding_lengths and window, as in `attention`.
+    """
+    q, k = _swap(layout, q, k)
+    gone = removed(q.shape[2], k.shape[2], mask=mask, **pairs)
+    with np.errstate(all="ignore"):
+        return _softmax(_scores(q, _per_query_head(k, q.shape[1]), gone, mask, scale, softcap)[0])[0]
+
+
+def attention_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    layout: str = "BHLD",
+    mask: Array | None = None,
+    is_causal: bool = False,
+    offset: ArrayLike | None = None,
+    key_padding_lengths: ArrayLike | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    algorithm: str = "auto",
+    num_threads: int | None = None,
+) -> tuple[Array, Array, Array]:
+    """Gradients of ``sum(grad_out * attention(q, k, v, ...))``.
+
+    grad_out and out have the shape of `attention`'s output, lse is (B, H, Lq); the rest is as in `attention`. Returns
+    grad_q, grad_k, grad_v in the shapes of q, k, v and in `layout`.
+    """
+    grad_out, q, k, v, out = _swap(layout, grad_out, q, k, v, out)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    lengths = q.shape[2], k.shape[2]
+    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window)
+    gone_t = gone.swapaxes(-1, -2)
+    k, v = _per_query_head(k, heads), _per_query_head(v, heads)
+    with np.errstate(all="ignore"):
+        scores, slope, factor = _scores(q, k, gone, mask, scale, softcap)
+        # weights = softmax(scores)
+        weights = np.exp(scores - lse[..., None])
+        np.copyto(weights, 0, where=scores == -np.inf)
+        # out = weights @ v
+        grad_v = _sum_groups(_product(weights.swapaxes(-1, -2), grad_out, gone_t), kv_heads)
+        grad_weights = grad_out @ v.swapaxes(-1, -2)
+        # d softmax; sum_j weights_ij grad_weights_ij = sum_c grad_out_ic out_ic
+        delta = (grad_out * out).sum(axis=-1, keepdims=True)
+        grad_scores = weights * (grad_weights - delta)
+        # scores = softcap * tanh(product / softcap), then masked
+        if slope is not None:
+            grad_scores = grad_scores * slope
+        np.copyto(grad_scores, 0, where=gone)
+        # product = factor * q @ k^T
+        grad_q = _product(grad_scores, k, gone) * factor
+        grad_k = _sum_groups(_product(grad_scores.swapaxes(-1, -2), q, gone_t), kv_heads) * factor
+    grad_q, grad_k, grad_v = _swap(layout, grad_q, grad_k, grad_v)
+    return grad_q, grad_k, grad_v
+
+
+def softmax(x: Array) -> Array:
+    """Softmax of the rows (last axis) of x, any leading axes; a row of only -inf becomes a row of zeros."""
+    with np.errstate(all="ignore"):
+        return _softmax(x)[0]
+
+
+def softmax_backward(grad_output: Array, softmax_output: Array) -> Array:
+    """``y * (g - sum(g * y))`` over the last axis, for y = softmax_output and g = grad_output, of one shape."""
+    with np.errstate(all="ignore"):
+        inner = (grad_output * softmax_output).sum(axis=-1, keepdims=True)
+        return softmax_output * (grad_output - inner)
+
+
+def scaled_dot_product_attention(Q: Array, K: Array, V: Array, mask: Array | None = None) -> tuple[Array, Array]:
+    """Output and weights for Q (B, n, d), K (B, m, d), V (B, m, dv) and a mask (n, m) or (B, n, m).
+
+    Returns (B, n, dv) and (B, n, m). With a head axis, (B, H, ., .) in all four, as `attention` takes them.
+    """
+    if Q.ndim == 4:
+        return attention(Q, K, V, mask=mask), attention_weights(Q, K, mask=mask)
+    if mask is not None and mask.ndim == 3:
+        mask = mask[:, None]
+    Q, K, V = Q[:, None], K[:, None], V[:, None]
+    return attention(Q, K, V, mask=mask)[:, 0], attention_weights(Q, K, mask=mask)[:, 0]
+
+
+def split_heads(x: Array, num_heads: int) -> Array:
+    """(B, L, H*D) -> (B, H, L, D)."""
+    batch, length, width = x.shape
+    return x.reshape(batch, length, num_heads, width // num_heads).swapaxes(1, 2)
+
+
+def combine_heads(x: Array) -> Array:
+    """(B, H, L, D) -> (B, L, H*D)."""
+    batch, heads, length, width = x.shape
+    return x.swapaxes(1, 2).reshape(batch, length, heads * width)
+
+
+def multi_head_attention_core(
+    Q: Array, K: Array, V: Array, num_heads: int, mask: Array | None = None
+) -> tuple[Array, Array]:
+    """Attention of projected Q (B, Lq, d_model), K and V (B, Lk, d_model), split into heads.
+
+    Returns the combined output (B, Lq, d_model) and the weights (B, H, Lq, Lk).
+    """
+    Q, K, V = (split_heads(x, num_heads) for x in (Q, K, V))
+    output, weights = scaled_dot_product_attention(Q, K, V, mask)
+    return combine_heads(output), weights
+
+
+def _project(x: Array, weights: Mapping[str, Array], name: str) -> Array:
+    y = x @ weights["W_" + name]
+    return y + weights["b_" + name] if "b_" + name in weights else y
+
+
+def multi_head_attention(
+    q: Array, k: Array, v: Array, num_heads: int, weights: Mapping[str, Array], mask: Array | None = None
+) -> Array:
+    """Projections, attention per head, output projection.
+
+    q (B, Lq, d_model), k and v (B, Lk, d_model); weights: W_Q, W_K, W_V, W_O, each (in, out), and optionally b_Q, b_K,
+    b_V, b_O. Returns (B, Lq, d_model).
+    """
+    Q, K, V = _project(q, weights, "Q"), _project(k, weights, "K"), _project(v, weights, "V")
+    return _project(multi_head_attention_core(Q, K, V, num_heads, mask)[0], weights, "O")
+
+
+def mha_forward_backward(
+    X: Array,
+    weights: Mapping[str, Array],
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    context: Array | None = None,
+    grad_output: Array | None = None,
+    **attention_keywords: Any,
+) -> dict[str, Array]:
+    """The specification of the modules, forward and backward.
+
+    Parameters
+    ----------
+    X : ndarray (B, L, d_model)
+    weights : mapping of W_Q (d_model, H*D), W_K (d_model, Hkv*D), W_V (d_model, Hkv*Dv), W_O (H*Dv, d_out) and
+        optionally b_Q, b_K, b_V, b_O
+    num_heads, num_kv_heads : int
+        H and Hkv; Hkv defaults to H.
+    context : ndarray (B, Lk, d_model)
+        Keys and values are projected from it; default X.
+    grad_output : ndarray (B, L, d_out)
+        Asks for the gradients of ``sum(grad_output * output)``.
+    **attention_keywords
+        mask, is_causal, offset, key_padding_lengths, window, scale, softcap, as in `attention`.
+
+    Returns
+    -------
+    dict
+        output (B, L, d_out), weights (B, H, L, Lk), lse (B, H, L), concat (B, L, H*Dv), Q, K, V (B, H or Hkv, length,
+        width); with `grad_output` also grad_X, grad_W_Q ... grad_W_O, and grad_context and grad_b_Q ... grad_b_O
+        where there is a context and where there are biases.
+    """
+    source = X if context is None else context
+    Q = split_heads(_project(X, weights, "Q"), num_heads)
+    K = split_heads(_project(source, weights, "K"), num_kv_heads or num_heads)
+    V = split_heads(_project(source, weights, "V"), num_kv_heads or num_heads)
+    heads_out, lse = attention(Q, K, V, return_lse=True, **attention_keywords)
+    concat = combine_heads(heads_out)
+    result = {
+        "output": _project(concat, weights, "O"), "weights": attention_weights(Q, K, **attention_keywords),
+        "lse": lse, "concat": concat, "Q": Q, "K": K, "V": V,
+    }  # fmt: skip
+    if grad_output is None:
+        return result
+    grad_heads = split_heads(grad_output @ weights["W_O"].T, num_heads)
+    grad_qkv = attention_backward(grad_heads, Q, K, V, heads_out, lse, **attention_keywords)
+    grad_q, grad_k, grad_v = (combine_heads(x) for x in grad_qkv)
+    # y = x @ W + b, for each of the four
+    for name, x, grad_y in (("Q", X, grad_q), ("K", source, grad_k), ("V", source, grad_v), ("O", concat, grad_output)):
+        result["grad_W_" + name] = np.tensordot(x, grad_y, axes=((0, 1), (0, 1)))
+        if "b_" + name in weights:
+            result["grad_b_" + name] = grad_y.sum(axis=(0, 1))
+    through_q = grad_q @ weights["W_Q"].T
+    through_kv = grad_k @ weights["W_K"].T + grad_v @ weights["W_V"].T
+    if context is None:
+        result["grad_X"] = through_q + through_kv
+    else:
+        result["grad_X"], result["grad_context"] = through_q, through_kv
+    return result

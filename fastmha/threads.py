@@ -1,0 +1,88 @@
+"""The only place where thread counts and the limits on BLAS's threads are decided.
+
+fastmha runs its items on a pool of its own and meanwhile holds SciPy's BLAS at one thread (counted over all callers,
+restored by the last). The setter is a C function that OpenBLAS and MKL export under several names; where none is found,
+products run one after the other under one lock, threaded as BLAS likes.
+"""
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+
+from fastmha import _core, validate
+
+# (getter, setter) pairs of the process-wide thread count; the first pair that SciPy's BLAS exports is taken.
+_BLAS_NAMES = (
+    ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
+    ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
+    ("openblas_get_num_threads", "openblas_set_num_threads"),
+    ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
+)
+_chosen: int | None = None      # by set_num_threads
+_default: int | None = None     # from the environment and the machine, read once
+
+
+def set_num_threads(num_threads: int | None) -> None:
+    """Set the number of threads for all calls that do not name one; None goes back to the default.
+
+    The default is FASTMHA_NUM_THREADS, else OMP_NUM_THREADS, else the number of CPUs this process may use.
+    """
+    global _chosen, _default
+    if num_threads is None:
+        _chosen = _default = None
+    else:
+        _chosen = validate.integer("num_threads", num_threads, 1)
+
+
+def get_num_threads() -> int:
+    """The number of threads of calls that do not name one."""
+    return resolve(None)
+
+
+def resolve(num_threads: int | None) -> int:
+    """The threads of one call: its own argument, else set_num_threads(), else the default."""
+    global _default
+    if num_threads is not None:
+        return min(validate.integer("num_threads", num_threads, 1), 1024)
+    if _chosen is not None:
+        return _chosen
+    if _default is None:
+        _default = _environment_threads()
+    return _default
+
+
+def _environment_threads() -> int:
+    own = os.environ.get("FASTMHA_NUM_THREADS")
+    if own:
+        if not own.strip().isdecimal() or int(own) < 1:
+            raise ValueError(f"FASTMHA_NUM_THREADS must be a positive integer, got {own!r}")
+        return int(own)
+    shared = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()     # "4,2" is for nested regions
+    if shared.isdecimal() and int(shared) >= 1:
+        return int(shared)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def bind_blas() -> str | None:
+    """Find the functions that read and set SciPy's BLAS thread count; returns the setter's name, None if there is none."""
+    from scipy.linalg import cython_blas
+
+    try:
+        library = ctypes.CDLL(cython_blas.__file__)     # symbols of what it links against are found through it
+    except OSError:
+        library = None
+    for getter, setter in _BLAS_NAMES:
+        if library is not None and hasattr(library, getter) and hasattr(library, setter):
+            addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in (getter, setter)]
+            _core.bind_blas_threads(*addresses)
+            return setter
+    _core.bind_blas_threads(0, 0)
+    return None
+
+
+blas_setter = bind_blas()
+atexit.register(_core.pool_shutdown)

@@ -1,0 +1,290 @@
+"""Every check of user input and every message, and the only copies made of user arrays. All errors end here.
+
+The result of `attention_problem` is one `Problem`: arrays in the axis order (B, H, L, width) whatever the layout, last
+axis with unit stride, aligned; masks with 4 axes; offsets and lengths per batch row.
+"""
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from fastmha._core import Problem
+
+LAYOUTS = ("BHLD", "BLHD")
+FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
+BLAS_INT_MAX = 2**31 - 1        # BLAS integers are C ints in every SciPy wheel
+_OFFSET_MAX = 2**59             # far below where i + offset + window could overflow 64 bits
+_HEAD_AXIS = {"BHLD": 1, "BLHD": 2}
+_LENGTH_AXIS = {"BHLD": 2, "BLHD": 1}
+_AXES = {"BHLD": "(B, H, L, D)", "BLHD": "(B, L, H, D)"}
+
+
+def floats(name: str, x: Any, ndim: int | None = None, axes: str = "") -> np.ndarray:
+    """x as an array of float32 or float64 (no cast), with `ndim` axes."""
+    if type(x) is not np.ndarray:
+        x = np.asarray(x)
+    if x.dtype not in FLOAT_TYPES:
+        raise TypeError(f"{name} must be float32 or float64 (native byte order), got {x.dtype.str if x.dtype.kind == 'f' else x.dtype}")
+    if ndim is not None and x.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} axes {axes}, got shape {x.shape}")
+    return x
+
+
+def same_dtype(name: str, x: np.ndarray, like: str, dtype: np.dtype) -> None:
+    if x.dtype != dtype:
+        raise TypeError(f"{name} has dtype {x.dtype} but {like} has {dtype}: they must share one dtype")
+
+
+def integer(name: str, value: Any, minimum: int | None = None) -> int:
+    """value as an int; bool is not one."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    if isinstance(value, np.bool_):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value in allowed:
+        return value
+    names = [f'"{a}"' for a in allowed]
+    raise ValueError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
+
+
+def usable(x: np.ndarray) -> tuple[np.ndarray, int]:
+    """x, or a copy of it where its last axis is not unit-stride or it is unaligned, and the bytes copied.
+
+    Broadcast axes (stride 0) stay broadcast: only what lies in memory is copied.
+    """
+    if in_place(x):
+        return x, 0
+    copied = np.ascontiguousarray(collapsed(x))
+    return np.broadcast_to(copied, x.shape), copied.nbytes
+
+
+def in_place(x: np.ndarray) -> bool:
+    """Whether kernels can work on x where it lies: unit last stride, aligned."""
+    return (x.strides[-1] == x.itemsize or x.shape[-1] <= 1 or x.size == 0) and x.flags.aligned
+
+
+def collapsed(x: np.ndarray) -> np.ndarray:
+    """x with its broadcast axes, the last aside, cut to length 1."""
+    return x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides[:-1])]
+
+
+def heads(name: str, x: Any, layout: str) -> np.ndarray:
+    return floats(name, x, 4, f'{_AXES[layout]} for layout "{layout}"')
+
+
+def attention_problem(
+    q: Any, k: Any, v: Any, layout: str, mask: Any, is_causal: bool, offset: Any, key_padding_lengths: Any, window: Any,
+    scale: Any, softcap: Any,
+) -> Problem:
+    """Check the arguments of `fastmha.attention` and return them as one Problem."""
+    if layout not in LAYOUTS:
+        choice("layout", layout, LAYOUTS)
+    q, k, v = heads("q", q, layout), heads("k", k, layout), heads("v", v, layout)
+    if not q.dtype == k.dtype == v.dtype:
+        same_dtype("k", k, "q", q.dtype)
+        same_dtype("v", v, "q", q.dtype)
+    head_axis, length_axis = _HEAD_AXIS[layout], _LENGTH_AXIS[layout]
+    if layout == "BLHD":
+        q, k, v = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    B, H, Lq, D = q.shape
+    Bk, Hkv, Lk, Dk = k.shape
+    Bv, Hv, Lv, _ = v.shape
+    if Bk != B or Bv != B:
+        name, got = ("k", Bk) if Bk != B else ("v", Bv)
+        raise ValueError(f"{name} has batch size {got} on axis 0 but q has {B}")
+    if Hv != Hkv:
+        raise ValueError(f'v has {Hv} heads on axis {head_axis} of layout "{layout}" but k has {Hkv}')
+    if H != Hkv and (Hkv == 0 or H % Hkv):
+        raise ValueError(f'k has {Hkv} heads on axis {head_axis} of layout "{layout}" but q has {H}: '
+                         "q's heads must be a multiple of k's")
+    if Lv != Lk:
+        raise ValueError(f'v has length {Lv} on axis {length_axis} of layout "{layout}" but k has {Lk}')
+    if Dk != D:
+        raise ValueError(f"k has width {Dk} on axis 3 but q has {D}")
+    q, copied = usable(q)
+    k, copied_k = usable(k)
+    v, copied_v = usable(v)
+    bool_mask = additive_mask = None
+    if mask is not None:
+        mask = _mask(mask, q.dtype, (B, H, Lq, Lk))
+        if mask.dtype == np.bool_:
+            bool_mask = mask
+        elif mask.flags.aligned:
+            additive_mask = mask
+        else:
+            additive_mask = mask.copy()
+            copied += additive_mask.nbytes
+    left, right = _band(is_causal, window)
+    offsets = None
+    if left is None and right is None:
+        if offset is not None:
+            raise ValueError(f"offset is given ({offset!r}) but neither is_causal nor window, which it would shift")
+    else:
+        offsets = _offsets(offset, B, Lq, Lk)
+    lengths = None
+    if key_padding_lengths is not None:
+        lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
+    if scale is None:
+        scale = 1 / math.sqrt(D) if D else 1.0
+    elif not _finite_real(scale):
+        raise _wrong_number("scale", "a finite number or None", scale)
+    if softcap is None:
+        softcap = 0.0
+    elif not _finite_real(softcap) or softcap <= 0:
+        raise _wrong_number("softcap", "a finite number > 0 or None", softcap)
+    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, lengths, left, right, float(scale), float(softcap))
+    problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
+    return problem
+
+
+def _finite_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and math.isfinite(value)
+
+
+def _wrong_number(name: str, expected: str, value: Any) -> Exception:
+    kind = ValueError if isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) else TypeError
+    return kind(f"{name} must be {expected}, got {value!r}")
+
+
+def _mask(mask: Any, dtype: np.dtype, shape: tuple[int, int, int, int]) -> np.ndarray:
+    """mask with 4 axes, bool or of `dtype`, each axis of length 1 or the full one."""
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_ and mask.dtype != dtype:
+        raise TypeError(f"mask must be bool (True = may not attend) or {dtype} like q (added to the scores), got {mask.dtype}")
+    if mask.ndim not in (2, 4):
+        raise ValueError(
+            f"mask must have 2 axes (Lq, Lk) or 4 that broadcast to (B, H, Lq, Lk), got shape {mask.shape}: index a padding "
+            "mask (B, Lk) as mask[:, None, None, :] and a mask (B, Lq, Lk) as mask[:, None]"
+        )
+    wanted = shape[-mask.ndim:]
+    if any(m not in (1, n) for m, n in zip(mask.shape, wanted)):
+        axes = "(Lq, Lk)" if mask.ndim == 2 else "(B, H, Lq, Lk)"
+        hint = ""
+        if mask.ndim == 2 and mask.shape == (shape[0], shape[3]):
+            hint = ": index a padding mask (B, Lk) as mask[:, None, None, :]"
+        raise ValueError(f"mask of shape {mask.shape} does not broadcast to {axes} = {wanted}{hint}")
+    return mask
+
+
+def _band(is_causal: Any, window: Any) -> tuple[int | None, int | None]:
+    """(left, right) of the keys around the diagonal that a query may attend; None = unbounded."""
+    left = right = None
+    if window is not None:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window must be None or a pair (left, right) of ints >= 0 or None, got {window!r}")
+        sides = []
+        for name, side in zip(("window[0] (left)", "window[1] (right)"), window):
+            sides.append(None if side is None else min(integer(name, side, 0), _OFFSET_MAX))
+        left, right = sides
+    if is_causal is not False and flag("is_causal", is_causal):
+        right = 0
+    return left, right
+
+
+def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
+    """offset as a (B,) int64 array."""
+    if offset is None:
+        if Lq != Lk:
+            raise ValueError(
+                f"offset must be given with is_causal or window where q has length {Lq} and k has length {Lk}: "
+                f"0 lets query 0 see key 0, Lk - Lq = {Lk - Lq} lets the last query see the last key"
+            )
+        return np.zeros(B, np.int64)
+    values = np.asarray(offset)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"offset must be an int or a (B,) array of ints, got {offset!r}")
+    if values.ndim and values.shape != (B,):
+        raise ValueError(f"offset must be an int or a (B,) = ({B},) array of ints, got shape {values.shape}")
+    if values.size and (values.min() < -_OFFSET_MAX or values.max() > _OFFSET_MAX):
+        raise ValueError(f"offset must lie within +-2**59, got {offset!r}")
+    return np.full(B, values, np.int64)
+
+
+def batch_lengths(name: str, lengths: Any, B: int, longest: int, longest_name: str) -> np.ndarray:
+    """Lengths as a (B,) int64 array, each in [0, longest]."""
+    values = np.asarray(lengths)
+    if values.size == 0 and B == 0:
+        return np.zeros(0, np.int64)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be integers, got dtype {values.dtype}")
+    if values.shape != (B,):
+        raise ValueError(f"{name} must have shape (B,) = ({B},), got {values.shape}")
+    wrong = (values < 0) | (values > longest)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ValueError(f"{name} must lie in [0, {longest_name}] = [0, {longest}], got {values[at]} at index {at}")
+    return np.ascontiguousarray(values, np.int64)
+
+
+def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, Any]) -> np.ndarray:
+    """Check `out=`: shape, dtype, writable, no overlap with an input or with itself."""
+    if type(out) is not np.ndarray:
+        raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+    same_dtype("out", out, "q", dtype)
+    if not out.flags.writeable:
+        raise ValueError("out is read-only")
+    reach = 0
+    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape) if n > 1):
+        if out.size and stride <= reach:
+            raise ValueError(f"out overlaps itself: shape {out.shape}, strides {out.strides}")
+        reach += stride * (n - 1)
+    for name, x in inputs.items():
+        if isinstance(x, np.ndarray) and _overlap(out, x):
+            raise ValueError(f"out overlaps {name} in memory")
+    return out
+
+
+def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
+    if not np.may_share_memory(a, b):
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10**5)
+    except np.exceptions.TooHardError if hasattr(np, "exceptions") else np.TooHardError:
+        return True     # too intricate to tell apart: refused
+
+
+def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str) -> np.ndarray:
+    """An array that must have the given shape and dtype, such as grad_out, out and lse of the backward pass."""
+    x = floats(name, x)
+    same_dtype(name, x, "q", dtype)
+    if x.shape != shape:
+        raise ValueError(f'{name} must have shape {shape} for layout "{layout}", got {x.shape}')
+    return x
+
+
+def blas_sizes(problem: Problem) -> None:
+    """The "blas" algorithm's sizes must fit BLAS's integers."""
+    _, _, _, Lq, Lk, D, Dv = problem.shape
+    for name, what, n in (("q", "length", Lq), ("k", "length", Lk), ("q", "width", D), ("v", "width", Dv)):
+        if n > BLAS_INT_MAX - 64:
+            raise ValueError(f'{name} has {what} {n}: algorithm "blas" takes at most {BLAS_INT_MAX - 64}')
+
+
+def real_array(name: str, x: Any, dtype: np.dtype, ndim: int, axes: str) -> np.ndarray:
+    """x (real numbers) cast to a module's dtype, with unit last stride and aligned; itself where it already is that."""
+    x = np.asarray(x)
+    if x.dtype != dtype:
+        if x.dtype.kind not in "fiub":
+            raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}")
+        if x.ndim == ndim:
+            x = x.astype(dtype)
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} axes {axes}, got shape {x.shape}")
+    return x

@@ -1,0 +1,48 @@
+"""Builds fastmha._core, the one compiled module. Metadata is in pyproject.toml.
+
+FASTMHA_CHECKED=1 builds with Cython's bounds checks and the address and undefined-behaviour sanitizers, for tests.
+"""
+import os
+import sys
+from glob import glob
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, ExecError, PlatformError
+
+CHECKED = os.environ.get("FASTMHA_CHECKED", "0") not in ("", "0")
+UNIX = sys.platform != "win32"
+FLAGS = ["-O3", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-Wno-psabi"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+CHECKED_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=fast", "-pthread", "-Wno-psabi", *SANITIZE]
+
+
+class BuildExt(build_ext):
+    def build_extensions(self) -> None:
+        try:
+            super().build_extensions()
+        except (CompileError, ExecError, PlatformError, FileNotFoundError) as error:
+            sys.exit(
+                f"fastmha could not be compiled: {error}\nIt needs a C compiler and Python's headers. "
+                "Debian, Ubuntu: apt-get install gcc python3-dev; Fedora: dnf install gcc python3-devel; "
+                "macOS: xcode-select --install; Windows: the Visual Studio Build Tools with C++."
+            )
+
+
+extension = Extension(
+    "fastmha._core",
+    ["fastmha/_core.pyx", *sorted(glob("fastmha/csrc/*.c"))],
+    depends=[*glob("fastmha/csrc/*.h"), "fastmha/_blas.pxd"],
+    include_dirs=["fastmha"],
+    extra_compile_args=(CHECKED_FLAGS if CHECKED else FLAGS) if UNIX else ["/std:c11", "/O2"],
+    extra_link_args=(["-pthread"] + (SANITIZE if CHECKED else [])) if UNIX else [],
+)
+directives = {
+    "language_level": 3, "boundscheck": CHECKED, "wraparound": CHECKED, "initializedcheck": CHECKED,
+    "cdivision": not CHECKED, "freethreading_compatible": False,
+}
+setup(
+    ext_modules=cythonize([extension], build_dir="build", compiler_directives=directives),
+    cmdclass={"build_ext": BuildExt},
+)
