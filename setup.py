@@ -9,7 +9,7 @@ from glob import glob
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CompileError, ExecError, PlatformError
+from setuptools.errors import CompileError, ExecError, LinkError, PlatformError
 
 CHECKED = os.environ.get("FASTMHA_CHECKED", "0") not in ("", "0")
 UNIX = sys.platform != "win32"
@@ -19,10 +19,14 @@ CHECKED_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=fast", "
 
 
 class BuildExt(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.force = True       # what lies in build/ may be of the other kind of build, or of another compiler
+
     def build_extensions(self) -> None:
         try:
             super().build_extensions()
-        except (CompileError, ExecError, PlatformError, FileNotFoundError) as error:
+        except (CompileError, ExecError, LinkError, PlatformError, FileNotFoundError) as error:
             sys.exit(
                 f"fastmha could not be compiled: {error}\nIt needs a C compiler and Python's headers. "
                 "Debian, Ubuntu: apt-get install gcc python3-dev; Fedora: dnf install gcc python3-devel; "
@@ -30,6 +34,7 @@ class BuildExt(build_ext):
             )
 
 
+BUILD = os.path.join("build", "checked" if CHECKED else "release")
 extension = Extension(
     "fastmha._core",
     ["fastmha/_core.pyx", *sorted(glob("fastmha/csrc/*.c"))],
@@ -40,9 +45,9 @@ extension = Extension(
 )
 directives = {
     "language_level": 3, "boundscheck": CHECKED, "wraparound": CHECKED, "initializedcheck": CHECKED,
-    "cdivision": not CHECKED, "freethreading_compatible": False,
+    "cdivision": not CHECKED, "freethreading_compatible": False, "auto_pickle": False, "autotestdict": False,
 }
 setup(
-    ext_modules=cythonize([extension], build_dir="build", compiler_directives=directives),
+    ext_modules=cythonize([extension], build_dir=BUILD, compiler_directives=directives),
     cmdclass={"build_ext": BuildExt},
 )

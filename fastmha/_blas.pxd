@@ -17,10 +17,12 @@ cdef extern from * nogil:
     #else
     typedef int64_t fmha_blas_int;
     #endif
-    typedef void (*fmha_sgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, float *, const void *,
-                               fmha_blas_int *, const void *, fmha_blas_int *, float *, void *, fmha_blas_int *);
-    typedef void (*fmha_dgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, double *, const void *,
-                               fmha_blas_int *, const void *, fmha_blas_int *, double *, void *, fmha_blas_int *);
+    typedef void (*fmha_sgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, float *,
+                               const void *, fmha_blas_int *, const void *, fmha_blas_int *, float *, void *,
+                               fmha_blas_int *);
+    typedef void (*fmha_dgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, double *,
+                               const void *, fmha_blas_int *, const void *, fmha_blas_int *, double *, void *,
+                               fmha_blas_int *);
     typedef void (*fmha_sgemv)(char *, fmha_blas_int *, fmha_blas_int *, float *, const void *, fmha_blas_int *,
                                const void *, fmha_blas_int *, float *, void *, fmha_blas_int *);
     typedef void (*fmha_dgemv)(char *, fmha_blas_int *, fmha_blas_int *, double *, const void *, fmha_blas_int *,
@@ -28,10 +30,12 @@ cdef extern from * nogil:
     static struct { fmha_sgemm sgemm; fmha_dgemm dgemm; fmha_sgemv sgemv; fmha_dgemv dgemv; } fmha_blas;
     """
     ctypedef int64_t fmha_blas_int
-    ctypedef void (*fmha_sgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, float *, const void *,
-                                fmha_blas_int *, const void *, fmha_blas_int *, float *, void *, fmha_blas_int *) noexcept nogil
-    ctypedef void (*fmha_dgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, double *, const void *,
-                                fmha_blas_int *, const void *, fmha_blas_int *, double *, void *, fmha_blas_int *) noexcept nogil
+    ctypedef void (*fmha_sgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, float *,
+                                const void *, fmha_blas_int *, const void *, fmha_blas_int *, float *, void *,
+                                fmha_blas_int *) noexcept nogil
+    ctypedef void (*fmha_dgemm)(char *, char *, fmha_blas_int *, fmha_blas_int *, fmha_blas_int *, double *,
+                                const void *, fmha_blas_int *, const void *, fmha_blas_int *, double *, void *,
+                                fmha_blas_int *) noexcept nogil
     ctypedef void (*fmha_sgemv)(char *, fmha_blas_int *, fmha_blas_int *, float *, const void *, fmha_blas_int *,
                                 const void *, fmha_blas_int *, float *, void *, fmha_blas_int *) noexcept nogil
     ctypedef void (*fmha_dgemv)(char *, fmha_blas_int *, fmha_blas_int *, double *, const void *, fmha_blas_int *,

@@ -35,7 +35,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
                                  ptrdiff_t) noexcept nogil
         void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
-        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *) noexcept nogil
+        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *,
+                                     const void *) noexcept nogil
         void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
@@ -166,7 +167,7 @@ cdef class Scratch:
 
 
 cdef int run(fmha_task task, void *context, ptrdiff_t items, int threads) noexcept nogil:
-    """The items side by side with BLAS held at one thread; where it cannot be held, one after the other under a lock."""
+    """The items side by side with BLAS held at one thread; where it cannot be, one after the other under a lock."""
     cdef int held = fmha_blas_enter(), used = 1
     cdef ptrdiff_t item
     if held:
@@ -192,7 +193,8 @@ cdef class Problem:
     cdef public str layout
     cdef public object bytes_copied
 
-    def __cinit__(self, q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, double scale, double softcap):
+    def __cinit__(self, q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, double scale,
+                  double softcap):
         cdef ptrdiff_t shape[4]
         self.q, self.k, self.v, self.dtype = q, k, v, q.dtype
         self.bool_mask, self.additive_mask = bool_mask, additive_mask
@@ -375,7 +377,7 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
 
 
 cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
-    """One key/value head and the query heads that read it, in their order: the sums of grad_k and grad_v need no other."""
+    """One key/value head and its query heads, in their order: the sums of grad_k and grad_v need no other."""
     cdef Heads *c = <Heads *>context
     cdef fmha_problem *p = &c.p
     cdef fmha_block block
@@ -387,7 +389,7 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
     cdef char *grad_scores
     cdef char *q
     cdef char *grad_out
-    cdef bint keys_finite, rows_finite, q_finite, grad_finite
+    cdef bint keys_finite, q_finite, grad_finite
     block.b = item // p.Hkv
     for i in range(p.Lk):
         memset(head(&c.grad_k, block.b, hkv, i, size), 0, p.D * size)
@@ -487,7 +489,7 @@ def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdif
         raise MemoryError("no memory to treat values that are not finite")
 
 
-# -------------------------------------------------------------------------------------------- projections and row functions
+# ---------------------------------------------------------------------------------------- projections and row functions
 
 ctypedef struct Product:
     const fmha_kernels *kernels
@@ -554,7 +556,10 @@ cdef void softmax_item(void *context, ptrdiff_t item, int worker) noexcept nogil
 
 
 def softmax_rows(x, softmax_output, y, int threads):
-    """y <- softmax of the rows of x; with softmax_output, y <- its gradient for grad_output x. All (rows, cols) C-contiguous."""
+    """y <- softmax of the rows of x; with softmax_output, y <- its gradient for grad_output x.
+
+    All (rows, cols), C-contiguous.
+    """
     cdef Rows c
     cdef ptrdiff_t shape[4]
     cdef fmha_array a

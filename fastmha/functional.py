@@ -156,8 +156,9 @@ def attention_backward(
     workers = threads.resolve(num_threads)
     grad_out, _ = validate.usable(grad_out)
     grads = [np.empty(shape(*s), dtype) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))]
-    algorithms.blas_backward(problem, _by_head(grad_out, layout), np.require(lse, None, "CA"),
-                             *(_by_head(g, layout) for g in grads), workers)
+    grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
+    algorithms.blas_backward(problem, _by_head(grad_out, layout), np.require(lse, None, ("C", "A")), grad_q, grad_k, grad_v,
+                             workers)
     return grads[0], grads[1], grads[2]
 
 
@@ -243,7 +244,7 @@ def _rows(name: str, x: Any) -> np.ndarray:
     x = validate.floats(name, x)
     if x.ndim == 0:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
-    return np.require(x, None, "CA")
+    return np.require(x, None, ("C", "A"))
 
 
 def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
@@ -281,7 +282,8 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
         arrays = [x[:, None] for x in arrays]
         if mask is not None and np.ndim(mask) == 3:
             mask = np.asarray(mask)[:, None]
-    problem = validate.attention_problem(*arrays, "BHLD", mask, False, None, None, None, None, None)
+    q, k, v = arrays
+    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     out, weights = weighted(problem, threads.resolve(None))
     return (out[:, 0], weights[:, 0]) if flat else (out, weights)
 
@@ -336,9 +338,9 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     output : (B, Lq, d_v_model) array
     weights : (B, H, Lq, Lk) array
     """
-    heads = [split_heads(validate.floats(name, x, 3, "(B, L, d_model)"), num_heads)
-             for name, x in (("Q", Q), ("K", K), ("V", V))]
-    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
+    q, k, v = (split_heads(validate.floats(name, x, 3, "(B, L, d_model)"), num_heads)
+               for name, x in (("Q", Q), ("K", K), ("V", V)))
+    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, Lk, _, Dv = problem.shape
     validate.blas_sizes(problem)
     output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
@@ -384,15 +386,15 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
             validate.same_dtype(f'weights["b_{letter}"]', bias, name, x.dtype)
             if bias.shape != (W.shape[1],):
                 raise ValueError(f'weights["b_{letter}"] must have shape ({W.shape[1]},), got {bias.shape}')
-            bias = np.require(bias, None, "CA")
+            bias = np.require(bias, None, ("C", "A"))
         y = np.empty((*x.shape[:2], W.shape[1]), x.dtype)
-        algorithms.product(np.require(x, None, "CA").reshape(-1, W.shape[0]), np.require(W, None, "CA"),
+        algorithms.product(np.require(x, None, ("C", "A")).reshape(-1, W.shape[0]), np.require(W, None, ("C", "A")),
                            y.reshape(-1, W.shape[1]), workers, bias=bias)
         return y
 
     Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
-    heads = [split_heads(x, num_heads) for x in (Q, K, V)]
-    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
+    q, k, v = (split_heads(x, num_heads) for x in (Q, K, V))
+    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     validate.blas_sizes(problem)
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)

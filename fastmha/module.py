@@ -186,7 +186,7 @@ class AttentionModule:
         x = validate.real_array(name, x, self.dtype, 3, _AXES)
         if x.shape[2] != self.d_model:
             raise ValueError(f"{name} has width {x.shape[2]} on axis 2 but the module has d_model {self.d_model}")
-        return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, None, "CA")
+        return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, None, ("C", "A"))
 
     def _pack(self) -> bool:
         return self.layout == "contiguous"
@@ -281,7 +281,7 @@ class AttentionModule:
         g = validate.real_array("grad_output", grad_output, self.dtype, 3, "(B, L, d_out)")
         if g.shape != (B, L, self._d_out):
             raise ValueError(f"grad_output must have the output's shape {(B, L, self._d_out)}, got {g.shape}")
-        g = np.require(g, None, "CA")
+        g = np.require(g, None, ("C", "A"))
         workers = threads.resolve(num_threads)
         grads = self._gradient_buffers()
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output

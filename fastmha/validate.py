@@ -254,9 +254,10 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, 
 def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
     if not np.may_share_memory(a, b):
         return False
+    work: Any = 10**5       # NumPy's annotation has only 0 and -1
     try:
-        return np.shares_memory(a, b, max_work=10**5)
-    except np.exceptions.TooHardError if hasattr(np, "exceptions") else np.TooHardError:
+        return np.shares_memory(a, b, max_work=work)
+    except getattr(np, "exceptions", np).TooHardError:
         return True     # too intricate to tell apart: refused
 
 

@@ -1,0 +1,30 @@
+"""The command ``fastmha``, also ``python -m fastmha``."""
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from fastmha import __version__, show_config
+from fastmha.study import __main__ as study
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = argparse.ArgumentParser(prog="fastmha", description="Multi-head attention on CPUs for NumPy arrays.")
+    parser.add_argument("--version", action="version", version=f"fastmha {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    study.add_arguments(
+        commands.add_parser("study", help="time head layouts on this machine", description=study.DESCRIPTION))
+    commands.add_parser("config", help="print versions, kernels, BLAS and threads, for a bug report")
+    options = parser.parse_args(given)
+    if options.command == "config":
+        show_config()
+        return 0
+    return study.run(options, shlex.join(["fastmha", *given]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
