@@ -28,6 +28,13 @@ cdef extern from "csrc/fastmha.h" nogil:
     ctypedef struct fmha_block:
         ptrdiff_t b, h, i0, rows, j0, cols, ld
 
+    ctypedef struct fmha_tiled:
+        fmha_problem p
+        fmha_array out
+        char *lse
+        char *scratch
+        ptrdiff_t scratch_size
+
     ctypedef struct fmha_kernels:
         const char *name
         int vector_bytes
@@ -43,6 +50,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
@@ -485,6 +494,29 @@ def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdif
         run(backward_item, &c, items, threads)
     if c.failed:
         raise MemoryError("no memory to treat values that are not finite")
+
+
+# -------------------------------------------------------------------------------------------------- algorithm "tiled"
+
+cdef ptrdiff_t BLOCK_ROWS = 64      # as in csrc/kernels.inc.h
+
+
+def tiled_forward(Problem problem, out, lse, int threads):
+    """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
+    cdef fmha_tiled c
+    cdef Scratch scratch
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    c.p = problem.c
+    read_array(out, &c.out, NULL, problem.itemsize, True)
+    c.lse = pointer(lse, True) if lse is not None else NULL
+    cdef ptrdiff_t items = 0
+    if c.p.Hkv:
+        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + BLOCK_ROWS - 1) // BLOCK_ROWS)
+    threads = max(1, min(threads, items))
+    scratch = Scratch(kernels.forward_scratch(&c.p) * problem.itemsize, threads)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    with nogil:
+        fmha_pool_run(kernels.tiled_forward, &c, items, threads)
 
 
 # -------------------------------------------------------------------------------------------- projections and row functions

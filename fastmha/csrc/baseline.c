@@ -6,4 +6,6 @@
 
 #define FMHA_ISA baseline
 #define FMHA_VECTOR_BYTES 16
+#define MICRO_ROWS 6
+#define MICRO_VECTORS 2
 #include "kernels.inc.h"

@@ -1,6 +1,7 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
 #include "rows.inc.h"
+#include "tiles.inc.h"
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -15,6 +16,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .copy_finite = FMHA_NAME(copy_finite),
     .add_bias = FMHA_NAME(add_bias),
     .add_nonfinite = FMHA_NAME(add_nonfinite),
+    .tiled_forward = FMHA_NAME(tiled_forward),
+    .forward_scratch = FMHA_NAME(forward_scratch),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
@@ -34,6 +37,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef NEGATIVE_INFINITY
 #undef LANES
 #undef VEC
+#undef ROUND_UP
+#undef MICRO_CASE
+#undef MICRO_CASES
 #undef IVEC
 #undef v_load
 #undef v_store
@@ -41,7 +47,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef i_splat
 #undef v_bits
 #undef v_from_bits
-#undef v_lane
+#undef i_load
+#undef i_within
 #undef v_truth
 #undef v_select
 #undef v_greater

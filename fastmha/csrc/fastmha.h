@@ -33,6 +33,15 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols, ld;
 } fmha_block;
 
+/* What one run of the tiled algorithm shares between its items. */
+typedef struct {
+    fmha_problem p;
+    fmha_array out;             /* (B, H, Lq, Dv) */
+    char *lse;                  /* (B, H, Lq) contiguous, NULL where a forward pass need not return it */
+    char *scratch;
+    ptrdiff_t scratch_size;     /* bytes of one thread */
+} fmha_tiled;
+
 typedef struct {
     const char *name;
     int vector_bytes;
@@ -60,6 +69,11 @@ typedef struct {
      * by_key 0: c[i, :] += alpha * a[i, j] * x[j, :] (x has a row for every key); by_key 1: c[j, :] += alpha * a[i, j] * x[i, :]. */
     void (*add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha, const void *a,
                           const void *x, ptrdiff_t ldx, ptrdiff_t width, void *c, ptrdiff_t ldc);
+
+    /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
+    void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);
     void (*hyperbolic_tangent)(ptrdiff_t n, const void *x, void *y);

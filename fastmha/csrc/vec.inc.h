@@ -54,11 +54,12 @@ typedef REAL FMHA_NAME(vec_at) __attribute__((vector_size(FMHA_VECTOR_BYTES), al
 #define IVEC FMHA_NAME(ivec)
 #define v_load(pointer) ((VEC)(*(const FMHA_NAME(vec_at) *)(pointer)))
 #define v_store(pointer, value) (*(FMHA_NAME(vec_at) *)(pointer) = (value))
-#define v_splat(value) ((VEC){0} + (REAL)(value))       /* not for -0.0 */
-#define i_splat(value) ((IVEC){0} + (INT)(value))
+#define v_splat(value) ((REAL)(value) - (VEC){0})       /* x - 0 is x, x + 0 is not (-0.0): no instruction */
+#define i_splat(value) ((INT)(value) - (IVEC){0})
 #define v_bits(value) ((IVEC)(value))
 #define v_from_bits(value) ((VEC)(value))
-#define v_lane(value, lane) ((value)[lane])
+#define i_load(pointer) ((IVEC)(*(const FMHA_NAME(vec_at) *)(pointer)))
+#define i_within(low, at, high) ((IVEC)((low) <= (at)) & (IVEC)((at) < (high)))
 #else
 #define LANES ((ptrdiff_t)1)
 typedef REAL FMHA_NAME(vec);
@@ -73,7 +74,8 @@ static inline INT FMHA_NAME(bits)(REAL x) { INT i; memcpy(&i, &x, sizeof i); ret
 static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x); return x; }
 #define v_bits(value) FMHA_NAME(bits)(value)
 #define v_from_bits(value) FMHA_NAME(from_bits)(value)
-#define v_lane(value, lane) (value)
+#define i_load(pointer) (*(const INT *)(pointer))
+#define i_within(low, at, high) (-(INT)((low) <= (at) && (at) < (high)))
 #endif
 
 /* All ones where true. In C, gcc has no vector ?: and a scalar comparison gives 1, hence the two forms. */
