@@ -32,8 +32,11 @@ cdef extern from "csrc/fastmha.h" nogil:
         fmha_problem p
         fmha_array out
         char *lse
+        fmha_array grad_out, grad_q, grad_k, grad_v
+        int mode
         char *scratch
         ptrdiff_t scratch_size
+        ptrdiff_t block_rows
 
     ctypedef struct fmha_kernels:
         const char *name
@@ -52,10 +55,13 @@ cdef extern from "csrc/fastmha.h" nogil:
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
     int FMHA_ISA_COUNT
+    int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -498,25 +504,56 @@ def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdif
 
 # -------------------------------------------------------------------------------------------------- algorithm "tiled"
 
-cdef ptrdiff_t BLOCK_ROWS = 64      # as in csrc/kernels.inc.h
-
-
-def tiled_forward(Problem problem, out, lse, int threads):
+def tiled_forward(Problem problem, out, lse, ptrdiff_t block_rows, int threads):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
     cdef fmha_tiled c
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     c.p = problem.c
+    c.block_rows = block_rows
     read_array(out, &c.out, NULL, problem.itemsize, True)
     c.lse = pointer(lse, True) if lse is not None else NULL
     cdef ptrdiff_t items = 0
     if c.p.Hkv:
-        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + BLOCK_ROWS - 1) // BLOCK_ROWS)
+        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
     threads = max(1, min(threads, items))
     scratch = Scratch(kernels.forward_scratch(&c.p) * problem.itemsize, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         fmha_pool_run(kernels.tiled_forward, &c, items, threads)
+
+
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, bint split, int threads):
+    """Gradients of the "tiled" algorithm; all arrays with unit last stride.
+
+    Items are whole key/value heads; with `split` two passes over smaller ones, more work for more threads, same bits.
+    """
+    cdef fmha_tiled c
+    cdef Scratch scratch
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, items, heads
+    c.p = problem.c
+    read_array(out, &c.out, NULL, size, False)
+    c.lse = pointer(lse, False)
+    read_array(grad_out, &c.grad_out, NULL, size, False)
+    read_array(grad_q, &c.grad_q, NULL, size, True)
+    read_array(grad_k, &c.grad_k, NULL, size, True)
+    read_array(grad_v, &c.grad_v, NULL, size, True)
+    heads = c.p.B * c.p.Hkv
+    if heads == 0:
+        return
+    for mode in ([FMHA_KEYS, FMHA_QUERIES] if split else [FMHA_WHOLE]):
+        c.mode = mode
+        items = heads
+        if mode == FMHA_KEYS:
+            items = heads * ((c.p.Lk + 191) // 192)
+        elif mode == FMHA_QUERIES:
+            items = heads * ((c.p.H // c.p.Hkv * c.p.Lq + 63) // 64)
+        used = max(1, min(threads, items))
+        scratch = Scratch(kernels.backward_scratch(&c.p, c.mode) * size, used)
+        c.scratch, c.scratch_size = scratch.start, scratch.size
+        with nogil:
+            fmha_pool_run(kernels.tiled_backward, &c, items, threads)
 
 
 # -------------------------------------------------------------------------------------------- projections and row functions

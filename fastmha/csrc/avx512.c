@@ -2,11 +2,14 @@
 #include "fastmha.h"
 #include <math.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FMHA_ISA avx512
 #define FMHA_VECTOR_BYTES 64
-#define MICRO_ROWS 6
+#define MICRO_SUMS 24
 #define MICRO_VECTORS 4
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)

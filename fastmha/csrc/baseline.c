@@ -3,9 +3,12 @@
 #include "fastmha.h"
 #include <math.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #define FMHA_ISA baseline
 #define FMHA_VECTOR_BYTES 16
-#define MICRO_ROWS 6
+#define MICRO_SUMS 12
 #define MICRO_VECTORS 2
 #include "kernels.inc.h"

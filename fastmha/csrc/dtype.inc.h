@@ -18,6 +18,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .add_nonfinite = FMHA_NAME(add_nonfinite),
     .tiled_forward = FMHA_NAME(tiled_forward),
     .forward_scratch = FMHA_NAME(forward_scratch),
+    .tiled_backward = FMHA_NAME(tiled_backward),
+    .backward_scratch = FMHA_NAME(backward_scratch),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
@@ -39,7 +41,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef VEC
 #undef ROUND_UP
 #undef MICRO_CASE
-#undef MICRO_CASES
+#undef MICRO_PANEL
 #undef IVEC
 #undef v_load
 #undef v_store
@@ -54,5 +56,13 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_greater
 #undef v_equal
 #undef v_max
+#undef v_min
+#undef v_round
+#undef v_scale
+#undef X86_OP
+#undef X86_PASTE
+#undef X86_PASTE_
+#undef X86_PREFIX
+#undef HAVE_TRANSPOSE
 #undef v_load_n
 #undef v_store_n

@@ -33,13 +33,19 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols, ld;
 } fmha_block;
 
+/* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
+enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
+
 /* What one run of the tiled algorithm shares between its items. */
 typedef struct {
     fmha_problem p;
     fmha_array out;             /* (B, H, Lq, Dv) */
     char *lse;                  /* (B, H, Lq) contiguous, NULL where a forward pass need not return it */
+    fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
+    int mode;                   /* backward only */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
+    ptrdiff_t block_rows;       /* query rows of a block, at most BLOCK_ROWS */
 } fmha_tiled;
 
 typedef struct {
@@ -73,6 +79,8 @@ typedef struct {
     /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+    void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
 
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);

@@ -13,10 +13,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
     const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
 {
-    VEC sum[MICRO_ROWS][MICRO_VECTORS];
-#pragma GCC unroll 8
+    VEC sum[12][MICRO_VECTORS];
+#pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
             if (init == 0) sum[r][v] = v_splat(0);
             else sum[r][v] = v_load(c + r * ldc + v * LANES);
@@ -24,48 +24,48 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
         }
     for (ptrdiff_t k = 0; k < depth; k++) {
         VEC row[MICRO_VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < nv; v++) row[v] = v_load(b + v * LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int r = 0; r < mr; r++) {
             VEC scalar = v_splat(a[r * a_row]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int v = 0; v < nv; v++) sum[r][v] = sum[r][v] + scalar * row[v];
         }
         a += a_step;
         b += ldb;
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
-#pragma GCC unroll 8
+#pragma GCC unroll 12
         for (int v = 0; v < nv; v++) v_store(c + r * ldc + v * LANES, sum[r][v]);
 }
 
-#define MICRO_CASE(mr, nv) \
-    case (mr) * 8 + (nv): FMHA_NAME(micro)(mr, nv, init, depth, a, a_row, a_step, b, ldb, c, ldc, row_scale); break;
-#define MICRO_CASES(nv) MICRO_CASE(1, nv) MICRO_CASE(2, nv) MICRO_CASE(3, nv) MICRO_CASE(4, nv) MICRO_CASE(5, nv) MICRO_CASE(6, nv)
+/* Rows of the register tile: as many sums as the registers hold, 12 rows at most. */
+#define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < 12 ? MICRO_SUMS / (nv) : 12)
+#define MICRO(mr, nv) \
+    for (; rows - r >= (mr); r += (mr)) \
+        FMHA_NAME(micro)(mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
+#define MICRO_PANEL(nv) \
+    case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(2, nv); MICRO(1, nv); break;
 
 /* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1. */
 static inline __attribute__((always_inline)) void FMHA_NAME(product_)(
     const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const REAL *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale0)
+    const REAL *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
         ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
         const REAL *b = b0 + done * LANES;
-        for (ptrdiff_t r = 0; r < rows; r += MICRO_ROWS) {
-            ptrdiff_t mr = rows - r < MICRO_ROWS ? rows - r : MICRO_ROWS;
-            const REAL *a = a0 + r * a_row, *row_scale = row_scale0 + r;
-            REAL *c = c0 + r * ldc + done * LANES;
-            switch (mr * 8 + nv) {
-                MICRO_CASES(1)
-                MICRO_CASES(2)
+        ptrdiff_t r = 0;
+        switch (nv) {
+            MICRO_PANEL(1)
+            MICRO_PANEL(2)
 #if MICRO_VECTORS == 4
-                MICRO_CASES(3)
-                MICRO_CASES(4)
+            MICRO_PANEL(3)
+            MICRO_PANEL(4)
 #endif
-            }
         }
         done += nv;
     }
@@ -90,6 +90,13 @@ static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
 {
     FMHA_NAME(product_)(2, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, row_scale);
+}
+
+/* c <- c + a^T @ b. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    FMHA_NAME(product_)(1, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, a);
 }
 
 /* ------------------------------------------------------------------------------------------------ a block of query rows */
@@ -145,14 +152,26 @@ static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_
                                        REAL *packed)
 {
     ptrdiff_t queries = block->queries;
-    for (ptrdiff_t r = 0; r < queries; r++) {
-        if (r >= block->rows) {
-            for (ptrdiff_t d = 0; d < width; d++) packed[d * queries + r] = 0;
-            continue;
+    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+        const REAL *row[LANES];
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, d = 0;
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            ptrdiff_t r = q + (l < rows ? l : 0);
+            row[l] = (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1]
+                     + block->query[r] * x->stride[2];
         }
-        const REAL *row = (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1]
-                          + block->query[r] * x->stride[2];
-        for (ptrdiff_t d = 0; d < width; d++) packed[d * queries + r] = factor * row[d];
+#if HAVE_TRANSPOSE
+        for (; d + LANES <= width; d += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(row[l] + d) * factor : v_splat(0);
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
+        }
+#endif
+        for (; d < width; d++)
+            for (ptrdiff_t l = 0; l < LANES; l++) packed[d * queries + q + l] = l < rows ? factor * row[l][d] : 0;
     }
 }
 
@@ -273,6 +292,40 @@ static ptrdiff_t FMHA_NAME(forward_scratch)(const fmha_problem *p)
     return (p->D + TILE_KEYS + value_width + 3) * BLOCK_ROWS + TILE_KEYS * value_width;
 }
 
+/* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
+ * that was summed before must be multiplied by. */
+static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s,
+                                                                             REAL *peak, REAL *total, REAL *scale)
+{
+    VEC shift[MICRO_VECTORS], sum[MICRO_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) shift[v] = v_load(peak + v * LANES);
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            VEC score = v_load(s + k * ld + v * LANES);
+            shift[v] = v_max(score, shift[v]);
+        }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        VEC before = v_load(peak + v * LANES);
+        v_store(peak + v * LANES, shift[v]);
+        shift[v] = v_select(v_equal(shift[v], v_splat(NEGATIVE_INFINITY)), v_splat(0), shift[v]);
+        VEC shrink = FMHA_NAME(exp)(before - shift[v]);
+        v_store(scale + v * LANES, shrink);
+        sum[v] = v_load(total + v * LANES) * shrink;
+    }
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            VEC e = FMHA_NAME(exp)(v_load(s + k * ld + v * LANES) - shift[v]);
+            v_store(s + k * ld + v * LANES, e);
+            sum[v] = sum[v] + e;
+        }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) v_store(total + v * LANES, sum[v]);
+}
+
 /* One block against all its keys. Returns whether the result is finite; careful: the firewall's path, see below. */
 static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful)
 {
@@ -296,22 +349,14 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
         FMHA_NAME(product_rows)(n, queries, p->D, keys + j * ldk, ldk, packed, queries, s, queries);
         int touched = FMHA_NAME(touched)(p, block, j, n);
         if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, block, j, n, s, NULL);
-        for (ptrdiff_t q = 0; q < queries; q += LANES) {
-            VEC before = v_load(peak + q), best = before, gone = v_splat(NEGATIVE_INFINITY);
-            for (ptrdiff_t k = 0; k < n; k++) {
-                VEC score = v_load(s + k * queries + q);
-                best = v_max(score, best);
-            }
-            v_store(peak + q, best);
-            VEC shift = v_select(v_equal(best, gone), v_splat(0), best);
-            VEC shrink = FMHA_NAME(exp)(before - shift), sum = v_load(total + q) * shrink;
-            for (ptrdiff_t k = 0; k < n; k++) {
-                VEC e = FMHA_NAME(exp)(v_load(s + k * queries + q) - shift);
-                v_store(s + k * queries + q, e);
-                sum = sum + e;
-            }
-            v_store(scale + q, shrink);
-            v_store(total + q, sum);
+        for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
+            ptrdiff_t vectors = (queries - q) / LANES;
+            if (vectors >= MICRO_VECTORS)
+                FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, queries, s + q, peak + q, total + q, scale + q);
+            else
+                for (ptrdiff_t v = 0; v < vectors; v++)
+                    FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
+                                               scale + q + v * LANES);
         }
         /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *rows = FMHA_NAME(whole_rows)(values + j * p->v.stride[2], p->v.stride[2], n, p->Dv, !(careful && touched), copy, &ldv);
@@ -331,9 +376,9 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
     const fmha_problem *p = &t->p;
     REAL *scratch = (REAL *)(t->scratch + worker * t->scratch_size);
     FMHA_NAME(rows) block;
-    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    ptrdiff_t first = (blocks - 1 - item % blocks) * BLOCK_ROWS;       /* the longest causal rows start first */
-    ptrdiff_t rows = group_rows - first < BLOCK_ROWS ? group_rows - first : BLOCK_ROWS;
+    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + t->block_rows - 1) / t->block_rows;
+    ptrdiff_t first = (blocks - 1 - item % blocks) * t->block_rows;       /* the longest causal rows start first */
+    ptrdiff_t rows = group_rows - first < t->block_rows ? group_rows - first : t->block_rows;
     FMHA_NAME(block_rows)(p, &block, item / blocks / p->Hkv, item / blocks % p->Hkv, first, rows);
     if (!FMHA_NAME(forward_block)(t, &block, scratch, 0)) FMHA_NAME(forward_block)(t, &block, scratch, 1);
     const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *peak = out + block.value_width * BLOCK_ROWS;
@@ -347,4 +392,258 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
             ((REAL *)t->lse)[(block.b * p->H + block.head[r]) * p->Lq + block.query[r]]
                 = total[r] == 0 ? NEGATIVE_INFINITY : (peak[r] == NEGATIVE_INFINITY ? 0 : peak[r]) + REAL_LOG(total[r]);
     }
+}
+
+/* ------------------------------------------------------------------------------------------------------------ backward
+ *
+ * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
+ * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block, so that one
+ * pass over a head (mode FMHA_WHOLE) and two passes, over key tiles for dK and dV and over blocks for dQ, give the same
+ * bits: the second way recomputes scores, for when there are fewer heads than threads. */
+
+/* Packed operands of one block: q^T scaled (D, queries), grad_out^T (Dv, queries), lse and delta (queries). */
+typedef struct {
+    REAL *q, *grad_out, *lse, *delta;
+} FMHA_NAME(packed);
+
+/* Scratch of one thread, in REALs; rows: of the packed operands and of grad_q that are kept at a time. */
+static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
+{
+    ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    ptrdiff_t rows = mode == FMHA_WHOLE ? ROUND_UP(p->H / p->Hkv * p->Lq, BLOCK_ROWS) + BLOCK_ROWS : BLOCK_ROWS;
+    return rows * (p->D + p->Dv + width + 2)                    /* packed operands, grad_q */
+           + TILE_KEYS * BLOCK_ROWS * 3                         /* scores, grad_scores, slopes */
+           + TILE_KEYS * (2 * width + value_width)              /* grad_k, copy of k; grad_v */
+           + BLOCK_ROWS * (width + value_width);                /* copies of q and grad_out */
+}
+
+typedef struct {
+    const fmha_tiled *t;
+    REAL *scores, *grad_scores, *slopes, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
+    int q_finite, k_finite, grad_out_finite;
+} FMHA_NAME(backward);
+
+static inline const REAL *FMHA_NAME(row_of)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    return (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2];
+}
+
+static void FMHA_NAME(prepare_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to)
+{
+    const fmha_problem *p = &t->p;
+    FMHA_NAME(pack_transposed)(block, &p->q, p->D, (REAL)p->scale, to->q);
+    FMHA_NAME(pack_transposed)(block, &t->grad_out, p->Dv, 1, to->grad_out);
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        to->lse[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
+        to->delta[r] = 0;
+        if (r >= block->rows) continue;
+        REAL lse = ((const REAL *)t->lse)[(block->b * p->H + block->head[r]) * p->Lq + block->query[r]];
+        if (lse != NEGATIVE_INFINITY) to->lse[r] = lse;
+        const REAL *g = FMHA_NAME(row_of)(&t->grad_out, block, r), *o = FMHA_NAME(row_of)(&t->out, block, r);
+        VEC sum = v_splat(0);
+        for (ptrdiff_t d = 0; d < p->Dv; d += LANES) sum = sum + v_load_n(g + d, p->Dv - d, 0) * v_load_n(o + d, p->Dv - d, 0);
+        to->delta[r] = FMHA_NAME(sum)(sum);
+    }
+}
+
+/* The block's rows of x (q or grad_out) as rows of whole vectors: where they lie if they are one head's, or copied. */
+static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width, int finite, REAL *copy,
+                                           ptrdiff_t *ld)
+{
+    ptrdiff_t whole = ROUND_UP(width, LANES);
+    if (finite && whole == width && block->head[0] == block->head[block->rows - 1]) {
+        *ld = x->stride[2];
+        return FMHA_NAME(row_of)(x, block, 0);
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        for (ptrdiff_t d = 0; d < width; d++) copy[r * whole + d] = finite || row[d] - row[d] == 0 ? row[d] : 0;
+        for (ptrdiff_t d = width; d < whole; d++) copy[r * whole + d] = 0;
+    }
+    *ld = whole;
+    return copy;
+}
+
+/* c[k, :] += a[k, r] * x_r for the non-finite rows x_r of the block, allowed pairs only. */
+static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
+                                      const fmha_array *x, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
+{
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
+        fmha_block pair = {.b = block->b, .h = block->head[r]};
+        for (ptrdiff_t k = 0; k < n; k++) {
+            if (FMHA_NAME(removed)(p, &pair, block->query[r], j + k)) continue;
+            for (ptrdiff_t d = 0; d < width; d++)
+                if (row[d] - row[d] != 0) c[k * ldc + d] += a[k * block->queries + r] * row[d];
+        }
+    }
+}
+
+/* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever lse, dP and delta are. */
+static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
+    const int vectors, const int masked, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g, const REAL *slope, const REAL *lse_at,
+    const REAL *delta_at)
+{
+    VEC lse[MICRO_VECTORS], delta[MICRO_VECTORS], gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        lse[v] = v_load(lse_at + v * LANES);
+        delta[v] = v_load(delta_at + v * LANES);
+    }
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            ptrdiff_t at = k * ld + v * LANES;
+            VEC score = v_load(s + at), y = FMHA_NAME(exp)(score - lse[v]), d = y * (v_load(g + at) - delta[v]);
+            if (masked) {
+                IVEC removed = v_equal(score, gone);
+                y = v_select(removed, zero, y);
+                if (slope) d = d * v_load(slope + at);
+                d = v_select(removed, zero, d);
+            }
+            v_store(s + at, y);
+            v_store(g + at, d);
+        }
+}
+
+/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
+ * latter two without the factor scale; NULL where not wanted. */
+static void FMHA_NAME(pair)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
+                            ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+{
+    const fmha_tiled *t = w->t;
+    const fmha_problem *p = &t->p;
+    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
+    ptrdiff_t ldk = p->k.stride[2], ldv = p->v.stride[2];
+    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
+    REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL;
+    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+    FMHA_NAME(product_rows)(n, queries, p->D, k, ldk, packed->q, queries, s, queries);
+    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
+    FMHA_NAME(product_rows)(n, queries, p->Dv, v, ldv, packed->grad_out, queries, g, queries);
+    int touched = FMHA_NAME(touched)(p, block, j, n), masked = touched || slope;
+    if (masked) FMHA_NAME(mask_tile)(p, block, j, n, s, slope);
+    for (ptrdiff_t q = 0; q < queries;) {
+        ptrdiff_t vectors = (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
+        REAL *slope_q = slope ? slope + q : NULL;
+        if (vectors == MICRO_VECTORS && !masked)
+            FMHA_NAME(gradient_columns)(MICRO_VECTORS, 0, n, queries, s + q, g + q, NULL, packed->lse + q, packed->delta + q);
+        else if (vectors == MICRO_VECTORS)
+            FMHA_NAME(gradient_columns)(MICRO_VECTORS, 1, n, queries, s + q, g + q, slope_q, packed->lse + q, packed->delta + q);
+        else
+            FMHA_NAME(gradient_columns)(1, 1, n, queries, s + q, g + q, slope_q, packed->lse + q, packed->delta + q);
+        q += vectors * LANES;
+    }
+    if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
+        int finite = w->grad_out_finite || !touched;
+        const REAL *rows = FMHA_NAME(block_matrix)(&t->grad_out, block, p->Dv, finite, w->copy_grad_out, &ld);
+        FMHA_NAME(product_rows_add)(n, value_width, block->rows, s, queries, rows, ld, grad_v, value_width);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &t->grad_out, p->Dv, grad_v, value_width);
+    }
+    if (grad_k) {       /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
+        int finite = w->q_finite || !touched;
+        const REAL *rows = FMHA_NAME(block_matrix)(&p->q, block, p->D, finite, w->copy_q, &ld);
+        FMHA_NAME(product_rows_add)(n, width, block->rows, g, queries, rows, ld, grad_k, width);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, grad_k, width);
+    }
+    if (grad_q) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
+        int finite = w->k_finite || !touched;
+        const REAL *rows = FMHA_NAME(whole_rows)(k, ldk, n, p->D, finite, w->copy_k, &ld);
+        FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
+        if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, k, ldk, p->D, grad_q, width);
+    }
+}
+
+/* grad rows <- factor * sums. */
+static void FMHA_NAME(write_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
+                                  ptrdiff_t stride)
+{
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = factor * from[i * ld + d];
+}
+
+/* Item: a key/value head (FMHA_WHOLE), one tile of its keys (FMHA_KEYS) or one block of its group's rows (FMHA_QUERIES). */
+static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_tiled *t = context;
+    const fmha_problem *p = &t->p;
+    const int mode = t->mode;
+    ptrdiff_t group = p->H / p->Hkv, all_rows = group * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    ptrdiff_t blocks = (all_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tiles = (p->Lk + TILE_KEYS - 1) / TILE_KEYS;
+    ptrdiff_t first_block = 0, last_block = blocks, first_tile = 0, last_tile = tiles, pair = item;
+    if (mode == FMHA_KEYS) {
+        pair = item / tiles;
+        first_tile = item % tiles;
+        last_tile = first_tile + 1;
+    } else if (mode == FMHA_QUERIES) {
+        pair = item / blocks;
+        first_block = blocks - 1 - item % blocks;
+        last_block = first_block + 1;
+    }
+    ptrdiff_t b = pair / p->Hkv, hkv = pair % p->Hkv, kept = mode == FMHA_WHOLE ? blocks : 1;
+    REAL *next = (REAL *)(t->scratch + worker * t->scratch_size);
+    FMHA_NAME(backward) w = {.t = t};
+    FMHA_NAME(packed) packed;
+#define TAKE(pointer, n) pointer = next; next += (n)
+    TAKE(w.scores, TILE_KEYS * BLOCK_ROWS);
+    TAKE(w.grad_scores, TILE_KEYS * BLOCK_ROWS);
+    TAKE(w.slopes, TILE_KEYS * BLOCK_ROWS);
+    TAKE(w.grad_k, TILE_KEYS * width);
+    TAKE(w.grad_v, TILE_KEYS * value_width);
+    TAKE(w.copy_k, TILE_KEYS * width);
+    TAKE(w.copy_q, BLOCK_ROWS * width);
+    TAKE(w.copy_grad_out, BLOCK_ROWS * value_width);
+    REAL *grad_q;
+    TAKE(grad_q, kept * BLOCK_ROWS * width);
+    TAKE(packed.q, kept * BLOCK_ROWS * p->D);
+    TAKE(packed.grad_out, kept * BLOCK_ROWS * p->Dv);
+    TAKE(packed.lse, kept * BLOCK_ROWS);
+    TAKE(packed.delta, kept * BLOCK_ROWS);
+#undef TAKE
+    const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
+    ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
+    w.q_finite = w.grad_out_finite = 1;
+    w.k_finite = FMHA_NAME(all_finite)(valid, p->D, keys, p->k.stride[2]);
+    for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
+        const REAL *q = (const REAL *)p->q.data + b * p->q.stride[0] + h * p->q.stride[1];
+        const REAL *g = (const REAL *)t->grad_out.data + b * t->grad_out.stride[0] + h * t->grad_out.stride[1];
+        w.q_finite &= FMHA_NAME(all_finite)(p->Lq, p->D, q, p->q.stride[2]);
+        w.grad_out_finite &= FMHA_NAME(all_finite)(p->Lq, p->Dv, g, t->grad_out.stride[2]);
+    }
+    FMHA_NAME(rows) block;
+    if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * BLOCK_ROWS * width) * sizeof(REAL));
+    for (ptrdiff_t tile = first_tile; tile < last_tile; tile++) {
+        ptrdiff_t j = tile * TILE_KEYS, n = p->Lk - j < TILE_KEYS ? p->Lk - j : TILE_KEYS;
+        if (mode != FMHA_QUERIES) {
+            memset(w.grad_k, 0, (size_t)(n * width) * sizeof(REAL));
+            memset(w.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+        }
+        for (ptrdiff_t x = first_block; x < last_block; x++) {
+            ptrdiff_t rows = all_rows - x * BLOCK_ROWS < BLOCK_ROWS ? all_rows - x * BLOCK_ROWS : BLOCK_ROWS;
+            FMHA_NAME(block_rows)(p, &block, b, hkv, x * BLOCK_ROWS, rows);
+            ptrdiff_t at = mode == FMHA_WHOLE ? x * BLOCK_ROWS : 0;
+            FMHA_NAME(packed) own = {packed.q + at * p->D, packed.grad_out + at * p->Dv, packed.lse + at, packed.delta + at};
+            if (mode == FMHA_KEYS || tile == first_tile) FMHA_NAME(prepare_block)(t, &block, &own);
+            ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+            if (low >= high) continue;
+            FMHA_NAME(pair)(&w, &block, &own, low, high - low, mode == FMHA_QUERIES ? NULL : w.grad_k + (low - j) * width,
+                            mode == FMHA_QUERIES ? NULL : w.grad_v + (low - j) * value_width,
+                            mode == FMHA_KEYS ? NULL : grad_q + at * width);
+        }
+        if (mode != FMHA_QUERIES) {
+            REAL *to_k = (REAL *)t->grad_k.data + b * t->grad_k.stride[0] + hkv * t->grad_k.stride[1] + j * t->grad_k.stride[2];
+            REAL *to_v = (REAL *)t->grad_v.data + b * t->grad_v.stride[0] + hkv * t->grad_v.stride[1] + j * t->grad_v.stride[2];
+            FMHA_NAME(write_rows)(n, p->D, (REAL)p->scale, w.grad_k, width, to_k, t->grad_k.stride[2]);
+            FMHA_NAME(write_rows)(n, p->Dv, 1, w.grad_v, value_width, to_v, t->grad_v.stride[2]);
+        }
+    }
+    if (mode == FMHA_KEYS) return;
+    for (ptrdiff_t x = first_block; x < last_block; x++)
+        for (ptrdiff_t r = x * BLOCK_ROWS; r < (x + 1) * BLOCK_ROWS && r < all_rows; r++) {
+            REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + (hkv * group + r / p->Lq) * t->grad_q.stride[1]
+                       + r % p->Lq * t->grad_q.stride[2];
+            FMHA_NAME(write_rows)(1, p->D, (REAL)p->scale, grad_q + (r - (mode == FMHA_WHOLE ? 0 : x * BLOCK_ROWS)) * width, width, to, 0);
+        }
 }

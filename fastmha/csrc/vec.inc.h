@@ -87,7 +87,32 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_select(truth, yes, no) v_from_bits(((truth) & v_bits(yes)) | (~(truth) & v_bits(no)))
 #define v_greater(a, b) v_truth((a) > (b))
 #define v_equal(a, b) v_truth((a) == (b))
-#define v_max(a, b) v_select(v_greater(a, b), a, b)     /* b where a is NaN */
+
+/* max and min give b where either is NaN, as the x86 instructions do. v_round and v_scale (x * 2^n, n whole) exist in
+ * AVX-512 alone: elsewhere the exponential works on the bits. */
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if FMHA_REAL == 32
+#define X86_OP(name) X86_PASTE(X86_PREFIX, name, ps)
+#else
+#define X86_OP(name) X86_PASTE(X86_PREFIX, name, pd)
+#endif
+#define X86_PASTE(prefix, name, suffix) X86_PASTE_(prefix, name, suffix)
+#define X86_PASTE_(prefix, name, suffix) prefix##name##_##suffix
+#if FMHA_VECTOR_BYTES == 64
+#define X86_PREFIX _mm512_
+#define v_round(x) ((VEC)X86_OP(roundscale)((x), 8))
+#define v_scale(x, n) ((VEC)X86_OP(scalef)((x), (n)))
+#elif FMHA_VECTOR_BYTES == 32
+#define X86_PREFIX _mm256_
+#else
+#define X86_PREFIX _mm_
+#endif
+#define v_max(a, b) ((VEC)X86_OP(max)((a), (b)))
+#define v_min(a, b) ((VEC)X86_OP(min)((a), (b)))
+#else
+#define v_max(a, b) v_select(v_greater(a, b), a, b)
+#define v_min(a, b) v_select(v_greater(b, a), a, b)
+#endif
 
 static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
 {
@@ -130,11 +155,13 @@ static inline REAL FMHA_NAME(largest)(VEC value)
  * 2^n is applied as two factors, both normal, so that only the last product rounds into the subnormals. */
 static inline VEC FMHA_NAME(exp)(VEC x)
 {
-    x = v_select(v_greater(v_splat(EXP_LOW), x), v_splat(EXP_LOW), x);
-    x = v_select(v_greater(x, v_splat(EXP_HIGH)), v_splat(EXP_HIGH), x);
+    x = v_min(v_splat(EXP_HIGH), v_max(v_splat(EXP_LOW), x));      /* NaN stays */
+#ifdef v_round
+    VEC whole = v_round(x * (REAL)LOG2_E);
+#else
     VEC shifted = x * (REAL)LOG2_E + v_splat(EXP_MAGIC);
-    IVEC n = v_bits(shifted) - v_bits(v_splat(EXP_MAGIC));
     VEC whole = shifted - v_splat(EXP_MAGIC);
+#endif
     VEC r = x - whole * (REAL)LN2_HIGH;
     r = r - whole * (REAL)LN2_LOW;
     const ptrdiff_t degree = sizeof FMHA_NAME(exp_fit) / sizeof(REAL);
@@ -142,9 +169,13 @@ static inline VEC FMHA_NAME(exp)(VEC x)
     for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * r + v_splat(FMHA_NAME(exp_fit)[d]);
     VEC y = (fit * r) * r + r;
     y = y + v_splat(1);
-    IVEC half = n >> 1;
+#ifdef v_round
+    return v_scale(y, whole);
+#else
+    IVEC n = v_bits(shifted) - v_bits(v_splat(EXP_MAGIC)), half = n >> 1;
     y = y * v_from_bits((half + i_splat(EXP_BIAS)) << EXP_SHIFT);
     return y * v_from_bits((n - half + i_splat(EXP_BIAS)) << EXP_SHIFT);
+#endif
 }
 
 /* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry. */
@@ -161,3 +192,29 @@ static inline VEC FMHA_NAME(tanh)(VEC x)
     far = v_from_bits(v_bits(far) | sign);
     return v_select(v_greater(v_splat(0.625), size), near, far);
 }
+
+#if defined(__GNUC__) && !defined(__clang__)
+/* LANES rows of LANES become their columns: log2(LANES) rounds, each exchanging blocks of `size` lanes between rows. */
+static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[])
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t size = 1; size < LANES; size *= 2) {
+        IVEC keep, take;
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            keep[l] = (INT)(l & size ? LANES + l - size : l);
+            take[l] = (INT)(l & size ? LANES + l : l + size);
+        }
+#pragma GCC unroll 16
+        for (ptrdiff_t i = 0; i < LANES; i++)
+            if (!(i & size)) {
+                VEC a = row[i], b = row[i + size];
+                row[i] = __builtin_shuffle(a, b, keep);
+                row[i + size] = __builtin_shuffle(a, b, take);
+            }
+    }
+}
+#define HAVE_TRANSPOSE 1
+#else
+#define HAVE_TRANSPOSE 0
+#endif
