@@ -8,7 +8,7 @@
  * order, one fused multiply-add a term; a tile in which a row attends nothing multiplies it by exp(0) = 1 and adds 0. */
 
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of this file.
- * init: 0 zero, 1 c itself, 2 c[r] * row_scale[r]. */
+ * init: 0 zero, 1 c itself, 2 c[r] * row_scale[r]. It is added last: sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
     const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
@@ -17,11 +17,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
-        for (int v = 0; v < nv; v++) {
-            if (init == 0) sum[r][v] = v_splat(0);
-            else sum[r][v] = v_load(c + r * ldc + v * LANES);
-            if (init == 2) sum[r][v] = sum[r][v] * row_scale[r];
-        }
+        for (int v = 0; v < nv; v++) sum[r][v] = v_splat(0);
     for (ptrdiff_t k = 0; k < depth; k++) {
         VEC row[MICRO_VECTORS];
 #pragma GCC unroll 12
@@ -38,7 +34,12 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
-        for (int v = 0; v < nv; v++) v_store(c + r * ldc + v * LANES, sum[r][v]);
+        for (int v = 0; v < nv; v++) {
+            REAL *to = c + r * ldc + v * LANES;
+            if (init == 1) sum[r][v] = v_load(to) + sum[r][v];
+            if (init == 2) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
+            v_store(to, sum[r][v]);
+        }
 }
 
 /* Rows of the register tile: as many sums as the registers hold, 12 rows at most. */
@@ -297,7 +298,7 @@ static ptrdiff_t FMHA_NAME(forward_scratch)(const fmha_problem *p)
 static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s,
                                                                              REAL *peak, REAL *total, REAL *scale)
 {
-    VEC shift[MICRO_VECTORS], sum[MICRO_VECTORS];
+    VEC shift[MICRO_VECTORS], sum[MICRO_VECTORS][2];       /* even and odd keys apart: shorter sums err less */
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) shift[v] = v_load(peak + v * LANES);
     for (ptrdiff_t k = 0; k < n; k++)
@@ -313,17 +314,23 @@ static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(con
         shift[v] = v_select(v_equal(shift[v], v_splat(NEGATIVE_INFINITY)), v_splat(0), shift[v]);
         VEC shrink = FMHA_NAME(exp)(before - shift[v]);
         v_store(scale + v * LANES, shrink);
-        sum[v] = v_load(total + v * LANES) * shrink;
+        v_store(total + v * LANES, v_load(total + v * LANES) * shrink);
+        sum[v][0] = sum[v][1] = v_splat(0);
     }
-    for (ptrdiff_t k = 0; k < n; k++)
+    for (ptrdiff_t k = 0; k < n; k += 2)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            VEC e = FMHA_NAME(exp)(v_load(s + k * ld + v * LANES) - shift[v]);
-            v_store(s + k * ld + v * LANES, e);
-            sum[v] = sum[v] + e;
-        }
+            for (int v = 0; v < vectors; v++) {
+                if (k + odd == n) break;
+                REAL *at = s + (k + odd) * ld + v * LANES;
+                VEC e = FMHA_NAME(exp)(v_load(at) - shift[v]);
+                v_store(at, e);
+                sum[v][odd] = sum[v][odd] + e;
+            }
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) v_store(total + v * LANES, sum[v]);
+    for (int v = 0; v < vectors; v++)
+        v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
 }
 
 /* One block against all its keys. Returns whether the result is finite; careful: the firewall's path, see below. */
