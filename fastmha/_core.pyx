@@ -37,6 +37,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *scratch
         ptrdiff_t scratch_size
         ptrdiff_t block_rows
+        char *chunks
+        ptrdiff_t chunk_result
 
     ctypedef struct fmha_kernels:
         const char *name
@@ -55,6 +57,9 @@ cdef extern from "csrc/fastmha.h" nogil:
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        void (*decode)(void *, ptrdiff_t, int) noexcept nogil
+        void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*decode_scratch)(const fmha_problem *, ptrdiff_t *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
@@ -62,6 +67,7 @@ cdef extern from "csrc/fastmha.h" nogil:
 
     int FMHA_ISA_COUNT
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
+    ptrdiff_t FMHA_CHUNK_KEYS
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -554,6 +560,31 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
             fmha_pool_run(kernels.tiled_backward, &c, items, threads)
+
+
+# -------------------------------------------------------------------------------------------------- algorithm "decode"
+
+def decode_forward(Problem problem, out, lse, int threads):
+    """The "decode" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
+    cdef fmha_tiled c
+    cdef Scratch scratch, chunks
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, heads, parts
+    c.p = problem.c
+    read_array(out, &c.out, NULL, size, True)
+    c.lse = pointer(lse, True) if lse is not None else NULL
+    heads = c.p.B * c.p.Hkv
+    if heads == 0:
+        return
+    parts = (c.p.Lk + FMHA_CHUNK_KEYS - 1) // FMHA_CHUNK_KEYS
+    used = max(1, min(threads, heads * parts))
+    scratch = Scratch(kernels.decode_scratch(&c.p, &c.chunk_result) * size, used)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    chunks = Scratch(heads * parts * c.chunk_result * size, 1)
+    c.chunks = chunks.start
+    with nogil:
+        fmha_pool_run(kernels.decode, &c, heads * parts, threads)
+        fmha_pool_run(kernels.decode_merge, &c, heads, threads)
 
 
 # -------------------------------------------------------------------------------------------- projections and row functions

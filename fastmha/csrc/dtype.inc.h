@@ -2,6 +2,7 @@
 #include "vec.inc.h"
 #include "rows.inc.h"
 #include "tiles.inc.h"
+#include "decode.inc.h"
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -20,6 +21,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .forward_scratch = FMHA_NAME(forward_scratch),
     .tiled_backward = FMHA_NAME(tiled_backward),
     .backward_scratch = FMHA_NAME(backward_scratch),
+    .decode = FMHA_NAME(decode),
+    .decode_merge = FMHA_NAME(decode_merge),
+    .decode_scratch = FMHA_NAME(decode_scratch),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
@@ -50,6 +54,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_bits
 #undef v_from_bits
 #undef i_load
+#undef v_lane
 #undef i_within
 #undef v_truth
 #undef v_select
@@ -64,5 +69,6 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef X86_PASTE_
 #undef X86_PREFIX
 #undef HAVE_TRANSPOSE
+#undef v_prefetch
 #undef v_load_n
 #undef v_store_n

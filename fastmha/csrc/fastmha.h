@@ -33,6 +33,8 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols, ld;
 } fmha_block;
 
+#define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
+
 /* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
 enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
 
@@ -46,6 +48,8 @@ typedef struct {
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
     ptrdiff_t block_rows;       /* query rows of a block, at most BLOCK_ROWS */
+    char *chunks;               /* decode: one result a chunk of keys, chunk_result elements each */
+    ptrdiff_t chunk_result;
 } fmha_tiled;
 
 typedef struct {
@@ -79,6 +83,11 @@ typedef struct {
     /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+    /* The decode algorithm: items (b, hkv, chunk of keys), then items (b, hkv). decode_scratch: elements a thread works in,
+     * and elements of one chunk's result. */
+    void (*decode)(void *context, ptrdiff_t item, int worker);
+    void (*decode_merge)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
 

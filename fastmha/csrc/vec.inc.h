@@ -53,6 +53,7 @@ typedef REAL FMHA_NAME(vec_at) __attribute__((vector_size(FMHA_VECTOR_BYTES), al
 #define VEC FMHA_NAME(vec)
 #define IVEC FMHA_NAME(ivec)
 #define v_load(pointer) ((VEC)(*(const FMHA_NAME(vec_at) *)(pointer)))
+#define v_lane(value, lane) ((value)[lane])
 #define v_store(pointer, value) (*(FMHA_NAME(vec_at) *)(pointer) = (value))
 #define v_splat(value) ((REAL)(value) - (VEC){0})       /* x - 0 is x, x + 0 is not (-0.0): no instruction */
 #define i_splat(value) ((INT)(value) - (IVEC){0})
@@ -74,6 +75,7 @@ static inline INT FMHA_NAME(bits)(REAL x) { INT i; memcpy(&i, &x, sizeof i); ret
 static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x); return x; }
 #define v_bits(value) FMHA_NAME(bits)(value)
 #define v_from_bits(value) FMHA_NAME(from_bits)(value)
+#define v_lane(value, lane) (value)
 #define i_load(pointer) (*(const INT *)(pointer))
 #define i_within(low, at, high) (-(INT)((low) <= (at) && (at) < (high)))
 #endif
@@ -114,6 +116,34 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_min(a, b) v_select(v_greater(b, a), a, b)
 #endif
 
+#if defined(X86_OP) && FMHA_VECTOR_BYTES == 64
+static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
+{
+    return (VEC)X86_OP(mask_loadu)(v_splat(fill), (1u << n) - 1, x);
+}
+
+static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
+{
+    X86_OP(mask_storeu)(y, (1u << n) - 1, value);
+}
+#elif defined(X86_OP) && FMHA_VECTOR_BYTES == 32
+static inline IVEC FMHA_NAME(first)(ptrdiff_t n)      /* all ones in the first n lanes */
+{
+    static const INT ones[2 * LANES] = {[0 ... LANES - 1] = -1};
+    return i_load(ones + LANES - n);
+}
+
+static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
+{
+    IVEC mask = FMHA_NAME(first)(n);
+    return v_select(mask, (VEC)X86_OP(maskload)(x, (__m256i)mask), v_splat(fill));
+}
+
+static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
+{
+    X86_OP(maskstore)(y, (__m256i)FMHA_NAME(first)(n), value);
+}
+#else
 static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
 {
     REAL lanes[LANES];
@@ -127,6 +157,7 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
     v_store(lanes, value);
     for (ptrdiff_t l = 0; l < n; l++) y[l] = lanes[l];
 }
+#endif
 
 /* n >= LANES: a whole vector, else the first n lanes. */
 #define v_load_n(pointer, n, fill) ((n) >= LANES ? v_load(pointer) : FMHA_NAME(load_part)(pointer, n, fill))
@@ -215,6 +246,37 @@ static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[]
     }
 }
 #define HAVE_TRANSPOSE 1
+
+/* The sums of LANES vectors, vector i's in lane i: each round halves the vectors. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(sums)(VEC row[])
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t size = LANES / 2; size; size /= 2) {
+        IVEC keep, take;
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            keep[l] = (INT)(l & size ? LANES + l : l);
+            take[l] = (INT)(l & size ? LANES + l - size : l + size);
+        }
+#pragma GCC unroll 16
+        for (ptrdiff_t i = 0; i < size; i++)
+            row[i] = __builtin_shuffle(row[i], row[i + size], keep) + __builtin_shuffle(row[i], row[i + size], take);
+    }
+    return row[0];
+}
 #else
 #define HAVE_TRANSPOSE 0
+
+static inline VEC FMHA_NAME(sums)(VEC row[])
+{
+    REAL lanes[LANES];
+    for (ptrdiff_t l = 0; l < LANES; l++) lanes[l] = FMHA_NAME(sum)(row[l]);
+    return v_load(lanes);
+}
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define v_prefetch(pointer) __builtin_prefetch(pointer)
+#else
+#define v_prefetch(pointer) ((void)0)
 #endif
