@@ -47,7 +47,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
                                  ptrdiff_t) noexcept nogil
         void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
-        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *) noexcept nogil
+        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *, const fmha_array *,
+                                     const fmha_array *) noexcept nogil
         void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
@@ -62,6 +63,9 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*decode_scratch)(const fmha_problem *, ptrdiff_t *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
+        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
+                     ptrdiff_t, const void *, void *) noexcept nogil
+        ptrdiff_t (*gemm_scratch)() noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
@@ -435,7 +439,8 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
                  head(&p.v, block.b, hkv, j0, size), ldv, 0, grad_scores, c.ld)
             # weights <- softmax, grad_scores <- weights * (grad_weights - sum(weights * grad_weights))
             c.kernels.attend_rows_backward(p, &block, scores, grad_scores,
-                                           c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size)
+                                           c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size,
+                                           &c.out, &c.grad_out)
             # grad_q (rows, D) <- scale * grad_scores (rows, cols) @ k (cols, D)
             product(c, &block, False, p.scale, grad_scores, head(&p.k, block.b, hkv, j0, size), ldk, p.D, 0,
                     head(&c.grad_q, block.b, block.h, block.i0, size), lddq, keys_finite)
@@ -487,11 +492,12 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         raise MemoryError("no memory to treat values that are not finite")
 
 
-def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdiff_t rows, int threads):
+def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t rows, int threads):
     """Gradients of the "blas" algorithm, written into grad_q, grad_k, grad_v (strides as BLAS takes them)."""
     cdef Heads c
     cdef Scratch scratch
     prepare(&c, problem, rows)
+    read_array(out, &c.out, NULL, c.itemsize, False)
     read_array(grad_out, &c.grad_out, NULL, c.itemsize, False)
     read_array(grad_q, &c.grad_q, NULL, c.itemsize, True)
     read_array(grad_k, &c.grad_k, NULL, c.itemsize, True)
@@ -562,6 +568,24 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
             fmha_pool_run(kernels.tiled_backward, &c, items, threads)
 
 
+def tiled_scratch(Problem problem, bint backward, bint split):
+    """Bytes of scratch of one thread of the tiled algorithm."""
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    if problem.c.Hkv == 0:
+        return 0
+    if backward:
+        return kernels.backward_scratch(&problem.c, FMHA_KEYS if split else FMHA_WHOLE) * problem.itemsize
+    return kernels.forward_scratch(&problem.c) * problem.itemsize
+
+
+def decode_scratch(Problem problem):
+    """Bytes of scratch of one thread of the decode algorithm, without the results of the chunks."""
+    cdef ptrdiff_t result
+    if problem.c.Hkv == 0:
+        return 0
+    return kernel_tables[problem.is_double].decode_scratch(&problem.c, &result) * problem.itemsize
+
+
 # -------------------------------------------------------------------------------------------------- algorithm "decode"
 
 def decode_forward(Problem problem, out, lse, int threads):
@@ -596,6 +620,8 @@ ctypedef struct Product:
     fmha_array a, b, c
     char *bias
     double alpha, beta
+    char *scratch               # NULL: products by BLAS
+    ptrdiff_t scratch_size
 
 
 cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
@@ -606,6 +632,11 @@ cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     cdef ptrdiff_t lda = leading(&s.a, s.m if s.trans_a else s.k), ldb = leading(&s.b, s.k if s.trans_b else s.n)
     cdef ptrdiff_t ldc = leading(&s.c, s.n)
     cdef char *c = s.c.data + (i0 * ldc + j0) * size
+    if s.scratch != NULL:
+        s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
+                       s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, c, ldc,
+                       s.bias + j0 * size if s.bias != NULL else NULL, s.scratch + worker * s.scratch_size)
+        return
     gemm(s.is_double, s.trans_a, s.trans_b, rows, cols, s.k, s.alpha,
          s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
          s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, s.beta, c, ldc)
@@ -632,8 +663,34 @@ def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias,
     s.bias = pointer(bias, False) if bias is not None else NULL
     s.slice_rows, s.slice_cols = slices
     s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
+    cdef ptrdiff_t items = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+    s.scratch = NULL
     with nogil:
-        run(product_item, &s, (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices, threads)
+        run(product_item, &s, items, threads)
+
+
+def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads):
+    """c := op(a) @ op(b) (+ bias) by the kernels' own product instead of BLAS; else as `matmul`."""
+    cdef Product s
+    cdef ptrdiff_t shape[4]
+    cdef Scratch scratch
+    s.itemsize = c.dtype.itemsize
+    s.kernels = kernel_tables[s.itemsize == 8]
+    s.trans_a, s.trans_b = trans_a, trans_b
+    read_array(a, &s.a, shape, s.itemsize, False)
+    s.k = shape[2] if trans_a else shape[3]
+    read_array(b, &s.b, NULL, s.itemsize, False)
+    read_array(c, &s.c, shape, s.itemsize, True)
+    s.m, s.n = shape[2], shape[3]
+    s.bias = pointer(bias, False) if bias is not None else NULL
+    s.slice_rows, s.slice_cols = slices
+    s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
+    cdef ptrdiff_t items = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+    threads = max(1, min(threads, items))
+    scratch = Scratch(s.kernels.gemm_scratch() * s.itemsize, threads)
+    s.scratch, s.scratch_size = scratch.start, scratch.size
+    with nogil:
+        fmha_pool_run(product_item, &s, items, threads)
 
 
 ctypedef struct Rows:

@@ -50,8 +50,9 @@ def attention(
         Factor of the products, default 1/sqrt(D).
     softcap : float, optional
         Scores s become ``softcap * tanh(s / softcap)``, before any mask.
-    algorithm : {"auto", "blas"}
-        "blas": scores in blocks, products by BLAS. "auto" chooses (see `fastmha.plan`).
+    algorithm : {"auto", "blas", "tiled", "decode"}
+        "blas": scores in blocks, products by BLAS. "tiled": fused, O(L) memory. "decode": few queries, many keys, forward
+        only. "auto" chooses (see `fastmha.plan`).
     return_lse : bool
         Also return the log of the sum of exponentials of each row, as the backward pass needs it.
     out : array, optional
@@ -89,8 +90,9 @@ def attention(
     (2, 8, 16, 64)
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
-    choose(problem, algorithm)
-    validate.blas_sizes(problem)
+    name, _ = choose(problem, algorithm)
+    if name == "blas":
+        validate.blas_sizes(problem)
     workers = threads.resolve(num_threads)
     B, H, _, Lq, _, _, Dv = problem.shape
     shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
@@ -101,7 +103,7 @@ def attention(
         if not validate.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
-    algorithms.blas_forward(problem, _by_head(target, layout), lse, None, workers)
+    algorithms.forward(name, problem, _by_head(target, layout), lse, workers)
     if target is not result:
         result[...] = target
     return (result, lse) if return_lse else result
@@ -142,8 +144,9 @@ def attention_backward(
     grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads.
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
-    choose(problem, algorithm)
-    validate.blas_sizes(problem)
+    name, _ = choose(problem, algorithm, backward=True)
+    if name == "blas":
+        validate.blas_sizes(problem)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     dtype = problem.dtype
 
@@ -151,13 +154,13 @@ def attention_backward(
         return (B, heads, length, width) if layout == "BHLD" else (B, length, heads, width)
 
     grad_out = validate.like("grad_out", grad_out, shape(H, Lq, Dv), dtype, layout)
-    validate.like("out", out, shape(H, Lq, Dv), dtype, layout)
+    out = validate.like("out", out, shape(H, Lq, Dv), dtype, layout)
     lse = validate.like("lse", lse, (B, H, Lq), dtype, layout)
     workers = threads.resolve(num_threads)
-    grad_out, _ = validate.usable(grad_out)
+    grad_out, out = validate.usable(grad_out)[0], validate.usable(out)[0]
     grads = [np.empty(shape(*s), dtype) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))]
-    algorithms.blas_backward(problem, _by_head(grad_out, layout), np.require(lse, None, "CA"),
-                             *(_by_head(g, layout) for g in grads), workers)
+    algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, "CA"), _by_head(grad_out, layout),
+                        *(_by_head(g, layout) for g in grads), workers)
     return grads[0], grads[1], grads[2]
 
 
@@ -177,7 +180,7 @@ def plan(
     >>> import numpy as np, fastmha
     >>> q = np.ones((1, 8, 512, 64), np.float32)
     >>> fastmha.plan(q, q, q, is_causal=True).algorithm
-    'blas'
+    'tiled'
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     return make_plan(problem, algorithm, threads.resolve(num_threads), validate.flag("backward", backward))
@@ -396,5 +399,5 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     validate.blas_sizes(problem)
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)
-    algorithms.blas_forward(problem, split_heads(concat, num_heads), None, None, workers)
+    algorithms.forward(choose(problem, "auto")[0], problem, split_heads(concat, num_heads), None, workers)
     return project("concat", concat, "O")

@@ -1,5 +1,6 @@
 /* AVX2 and FMA, inside a fenced target region: nothing outside it may use these instructions. */
 #include "fastmha.h"
+#include <float.h>
 #include <math.h>
 #include <string.h>
 #ifdef __x86_64__

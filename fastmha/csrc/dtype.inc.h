@@ -3,6 +3,7 @@
 #include "rows.inc.h"
 #include "tiles.inc.h"
 #include "decode.inc.h"
+#include "gemm.inc.h"
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -24,6 +25,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .decode = FMHA_NAME(decode),
     .decode_merge = FMHA_NAME(decode_merge),
     .decode_scratch = FMHA_NAME(decode_scratch),
+    .gemm = FMHA_NAME(gemm),
+    .gemm_scratch = FMHA_NAME(gemm_scratch),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
@@ -31,6 +34,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef REAL
 #undef INT
 #undef REAL_LOG
+#undef REAL_EPSILON
 #undef SIGN_BIT
 #undef EXP_SHIFT
 #undef EXP_BIAS

@@ -65,9 +65,10 @@ typedef struct {
     /* scores (scaled products) -> exp(masked, capped scores - row maximum), 0 where removed; row_sum (rows) gets the
      * sums and lse (rows, may be NULL) the log of the sum of exponentials, -inf for an empty row. */
     void (*attend_rows)(const fmha_problem *p, const fmha_block *block, void *scores, void *row_sum, void *lse);
-    /* scores -> probabilities exp(score - lse), grad_weights -> the gradient of the scaled products, both 0 where removed. */
+    /* scores -> probabilities, grad_weights -> the gradient of the scaled products, both 0 where removed; lse (rows) of the
+     * block's rows. */
     void (*attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
-                                 const void *lse);
+                                 const void *lse, const fmha_array *out, const fmha_array *grad_out);
     /* x[i, :] <- x[i, :] / divisor[i], an empty row (divisor 0) to zeros. NaN reaches only what is not 0. */
     void (*divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *divisor);
 
@@ -90,6 +91,11 @@ typedef struct {
     ptrdiff_t (*decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
+
+    /* c (M, N) := op(a) @ op(b) (+ bias), row-major; scratch of gemm_scratch() elements. */
+    void (*gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a, ptrdiff_t lda, const void *b,
+                 ptrdiff_t ldb, void *c, ptrdiff_t ldc, const void *bias, void *scratch);
+    ptrdiff_t (*gemm_scratch)(void);
 
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);
