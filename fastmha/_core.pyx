@@ -53,6 +53,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*multiply)(ptrdiff_t, void *, double) noexcept nogil
         void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
@@ -341,16 +342,18 @@ cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, 
     what is not finite, which leaves the bits of every row that does not attend it, and the pairs that do are added.
     """
     cdef ptrdiff_t inner = block.rows if by_key else block.cols, outer = block.cols if by_key else block.rows
+    # gemv, behind single rows and columns, rounds differently for another row stride: the copy keeps it there
+    cdef ptrdiff_t ld = ldx if outer == 1 or width == 1 else width
     cdef char *clean
     if finite:
         gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, x, ldx, beta, y, ldy)
         return
-    clean = <char *>PyMem_RawMalloc(inner * width * c.itemsize + 1)
+    clean = <char *>PyMem_RawMalloc(inner * ld * c.itemsize + 1)
     if clean == NULL:
         c.failed = 1
         return
-    c.kernels.copy_finite(inner, width, x, ldx, clean, width)
-    gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, clean, width, beta, y, ldy)
+    c.kernels.copy_finite(inner, width, x, ldx, clean, ld)
+    gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, clean, ld, beta, y, ldy)
     c.kernels.add_nonfinite(&c.p, block, by_key, alpha, a, x, ldx, width, y, ldy)
     PyMem_RawFree(clean)
 
@@ -359,12 +362,13 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     """One block of query rows of one head: S <- scale Q K^T, P <- softmax(S), O <- P V."""
     cdef Heads *c = <Heads *>context
     cdef fmha_problem *p = &c.p
-    cdef fmha_block block
+    cdef fmha_block block, row
     cdef ptrdiff_t size = c.itemsize, j0, j1, i, hkv
     cdef char *scores = c.scratch + worker * c.scratch_size
     cdef char *row_sum = scores + c.rows * c.ld * size
     cdef char *lse = NULL
     cdef char *out
+    cdef double factor
     # The last rows of a causal head have the most keys: they start first.
     block.i0 = (c.blocks - 1 - item % c.blocks) * c.rows
     block.b, block.h = item // c.blocks // p.H, item // c.blocks % p.H
@@ -395,6 +399,21 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
         product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
                 leading(&c.out, p.Dv), False)
+        # Sums of large finite values may overflow before the division: such rows again, with probabilities so small that
+        # no sum can; a power of 2 leaves the bits of what was finite.
+        factor = 0.5
+        for i in range(64):
+            if factor * p.Lk > 0.5:
+                factor /= 2
+        row = block
+        row.rows = 1
+        for i in range(block.rows if c.weights.data == NULL else 0):
+            if not c.kernels.all_finite(1, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv):
+                row.i0 = block.i0 + i
+                c.kernels.multiply(block.cols, scores + i * block.ld * size, factor)
+                c.kernels.multiply(1, row_sum + i * size, factor)
+                product(c, &row, False, 1, scores + i * block.ld * size, head(&p.v, block.b, hkv, j0, size),
+                        leading(&p.v, p.Dv), p.Dv, 0, out + i * leading(&c.out, p.Dv) * size, leading(&c.out, p.Dv), False)
     if c.weights.data == NULL:
         c.kernels.divide_rows(block.rows, p.Dv, out, leading(&c.out, p.Dv), row_sum)
 
@@ -484,7 +503,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         c.weights.stride[2] = c.p.Lk
     cdef ptrdiff_t items = c.p.B * c.p.H * c.blocks
     threads = max(1, min(threads, items))
-    scratch = Scratch((c.rows * c.ld + c.rows) * c.itemsize, threads)
+    scratch = Scratch(blas_scratch(problem, rows, False), threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         run(forward_item, &c, items, threads)
@@ -506,7 +525,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
     cdef ptrdiff_t items = c.p.B * c.p.Hkv
     threads = max(1, min(threads, items))
     # scores, grad_scores, and with softcap one row of slopes
-    scratch = Scratch((2 * c.rows + 1) * c.ld * c.itemsize, threads)
+    scratch = Scratch(blas_scratch(problem, rows, True), threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         run(backward_item, &c, items, threads)
@@ -566,6 +585,13 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
             fmha_pool_run(kernels.tiled_backward, &c, items, threads)
+
+
+def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
+    """Bytes of scratch of one thread of the blas algorithm."""
+    cdef ptrdiff_t ld = score_stride(problem.c.Lk, problem.itemsize)
+    rows = max(1, min(rows, problem.c.Lq))
+    return ((2 * rows + 1) * ld if backward else rows * ld + rows) * problem.itemsize
 
 
 def tiled_scratch(Problem problem, bint backward, bint split):

@@ -99,7 +99,9 @@ def attention(
     if out is None:
         result = target = np.empty(shape, problem.dtype)
     else:
-        result = target = validate.output(out, shape, problem.dtype, {"q": q, "k": k, "v": v, "mask": mask})
+        result = target = validate.output(out, shape, problem.dtype,
+                                                 {"q": q, "k": k, "v": v, "mask": mask, "offset": offset,
+                                                  "key_padding_lengths": key_padding_lengths})
         if not validate.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
@@ -280,6 +282,7 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
     for name, x in zip("QKV", arrays):
         if x.ndim not in (3, 4) or x.ndim != arrays[0].ndim:
             raise ValueError(f"{name} must have 3 axes (B, n, d) or 4 axes (B, H, n, d), as many as Q, got shape {x.shape}")
+    validate.textbook(dict(zip("QKV", arrays)))
     if flat:
         arrays = [x[:, None] for x in arrays]
         if mask is not None and np.ndim(mask) == 3:
@@ -322,6 +325,17 @@ def combine_heads(x: np.ndarray) -> np.ndarray:
     return x.transpose(0, 2, 1, 3).reshape(B, L, H * D)
 
 
+def _textbook_heads(projected: dict[str, Any], num_heads: int) -> list[np.ndarray]:
+    """Heads (B, H, L, D) of projected queries, keys and values, checked under their own names."""
+    arrays = {name: validate.floats(name, x, 3, "(B, L, d_model)") for name, x in projected.items()}
+    num_heads = validate.integer("num_heads", num_heads, 1)
+    for name, x in arrays.items():
+        if x.shape[2] % num_heads:
+            raise ValueError(f"{name} has d_model {x.shape[2]} on axis 2, which num_heads {num_heads} does not divide")
+    validate.textbook(arrays)
+    return [split_heads(x, num_heads) for x in arrays.values()]
+
+
 def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_heads: int,
                               mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Multi-head attention on projected queries, keys and values: split heads, attend, combine heads.
@@ -339,8 +353,7 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     output : (B, Lq, d_v_model) array
     weights : (B, H, Lq, Lk) array
     """
-    heads = [split_heads(validate.floats(name, x, 3, "(B, L, d_model)"), num_heads)
-             for name, x in (("Q", Q), ("K", K), ("V", V))]
+    heads = _textbook_heads({"Q": Q, "K": K, "V": V}, num_heads)
     problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, Lk, _, Dv = problem.shape
     validate.blas_sizes(problem)
@@ -367,6 +380,8 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     -------
     (B, Lq, d_out) array
     """
+    if not isinstance(weights, dict):
+        raise TypeError(f"weights must be a dict, got {type(weights).__name__}")
     known = [p + s for p in ("W_", "b_") for s in "QKVO"]
     missing = [name for name in known[:4] if name not in weights]
     unknown = [name for name in weights if name not in known]
@@ -389,12 +404,12 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
                 raise ValueError(f'weights["b_{letter}"] must have shape ({W.shape[1]},), got {bias.shape}')
             bias = np.require(bias, None, "CA")
         y = np.empty((*x.shape[:2], W.shape[1]), x.dtype)
-        algorithms.product(np.require(x, None, "CA").reshape(-1, W.shape[0]), np.require(W, None, "CA"),
-                           y.reshape(-1, W.shape[1]), workers, bias=bias)
+        algorithms.product(np.require(x, None, "CA").reshape(x.shape[0] * x.shape[1], W.shape[0]), np.require(W, None, "CA"),
+                           y.reshape(x.shape[0] * x.shape[1], W.shape[1]), workers, bias=bias)
         return y
 
     Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
-    heads = [split_heads(x, num_heads) for x in (Q, K, V)]
+    heads = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
     problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
     validate.blas_sizes(problem)
     B, H, _, Lq, _, _, Dv = problem.shape

@@ -135,7 +135,7 @@ def needs_packing(x: np.ndarray) -> bool:
     """Whether BLAS cannot take the heads of x (B, H, L, width) where they lie: a row stride below the width (also zero
     and negative ones) or beyond a C int."""
     rows, width, stride = x.shape[2], x.shape[3], x.strides[2] // x.itemsize
-    return rows > 1 and not width <= max(1, stride) <= validate.BLAS_INT_MAX
+    return rows > 1 and width > 0 and not max(1, width) <= stride <= validate.BLAS_INT_MAX
 
 
 def product_slices(m: int, n: int) -> tuple[int, int]:
@@ -202,7 +202,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) ->
         validate.blas_sizes(problem)
         rows, keys = min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq)), Lk
         copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
-        scratch = ((2 * rows + 1 if backward else rows) * Lk + rows) * problem.itemsize
+        scratch = _core.blas_scratch(problem, rows, backward)
     elif name == "tiled":
         rows, keys = _BLOCK_ROWS if backward else tiled_rows(problem), _TILE_KEYS
         scratch = _core.tiled_scratch(problem, backward, tiled_split(problem, threads))

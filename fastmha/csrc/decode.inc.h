@@ -4,12 +4,14 @@
 
 #define DECODE_KEYS 64      /* keys whose scores are kept at a time */
 
-/* Elements of scratch a thread: q rows, scores; elements of one chunk's result: peak, total and sums of each row. */
+/* Elements of scratch a thread: q rows, scores, shrink, a copy of values, or what the tiled forward pass needs where it
+ * must step in; elements of one chunk's result: peak, total and sums of each row. */
 static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result)
 {
     ptrdiff_t rows = p->H / p->Hkv * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     *chunk_result = rows * (value_width + 2);
-    return rows * (width + DECODE_KEYS + 1) + DECODE_KEYS * value_width;
+    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_KEYS * value_width, tiled = FMHA_NAME(forward_scratch)(p);
+    return own > tiled ? own : tiled;
 }
 
 /* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time. */
@@ -120,7 +122,7 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t item, int worker)
     ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
     ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / p->Hkv, hkv = item % p->Hkv;
     const REAL *results = (const REAL *)t->chunks + item * chunks * t->chunk_result;
-    (void)worker;
+    int finite = 1;
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
         REAL *out = (REAL *)t->out.data + b * t->out.stride[0] + h * t->out.stride[1] + i * t->out.stride[2];
@@ -140,6 +142,12 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t item, int worker)
                 v_store_n(out + d, v_load_n(out + d, p->Dv - d, 0) + v_load(sums + d) * weight, p->Dv - d);
         }
         FMHA_NAME(divide_row)(p->Dv, out, total);
+        finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
         if (t->lse) ((REAL *)t->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
+    }
+    if (!finite) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
+        FMHA_NAME(large_rows)(t, &block, (REAL *)(t->scratch + worker * t->scratch_size));
     }
 }

@@ -16,6 +16,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .all_finite = FMHA_NAME(all_finite),
     .copy_rows = FMHA_NAME(copy_rows),
     .copy_finite = FMHA_NAME(copy_finite),
+    .multiply = FMHA_NAME(multiply),
     .add_bias = FMHA_NAME(add_bias),
     .add_nonfinite = FMHA_NAME(add_nonfinite),
     .tiled_forward = FMHA_NAME(tiled_forward),

@@ -75,6 +75,7 @@ typedef struct {
     int (*all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx);
     void (*copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    void (*multiply)(ptrdiff_t n, void *x, double factor);
     void (*add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *bias);
     /* The contributions of the non-finite rows of x to a product over a partly removed block, allowed pairs only:
      * by_key 0: c[i, :] += alpha * a[i, j] * x[j, :] (x has a row for every key); by_key 1: c[j, :] += alpha * a[i, j] * x[i, :]. */

@@ -148,7 +148,7 @@ static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *bloc
 /* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
  * With p_j = exp(s_j - peak) * factor, t_j = tanh(product_j / softcap): g_j <- p_j (g_j - delta) (1 - t_j^2); delta is
  * sum_k p_k g_k, or *outer_delta. */
-static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, const REAL *slope, REAL peak, REAL factor,
+static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, REAL *slope, REAL peak, REAL factor,
                                            const REAL *outer_delta)
 {
     VEC removed = v_splat(NEGATIVE_INFINITY), zero = v_splat(0), total = zero;
@@ -160,6 +160,7 @@ static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, const 
         total = total + y * dy;
         v_store_n(s + j, y, n - j);
         v_store_n(g + j, dy, n - j);
+        if (slope) v_store_n(slope + j, v_select(gone, zero, v_load_n(slope + j, n - j, 0)), n - j);
     }
     REAL delta = outer_delta ? *outer_delta : FMHA_NAME(sum)(total);
     if (delta - delta != 0) {       /* a NaN or Inf that is attended: it must not reach the removed positions' zeros */
@@ -248,6 +249,11 @@ static void FMHA_NAME(copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x
         REAL *y = (REAL *)y_ + i * ldy;
         for (ptrdiff_t j = 0; j < cols; j++) y[j] = x[j] - x[j] == 0 ? x[j] : 0;
     }
+}
+
+static void FMHA_NAME(multiply)(ptrdiff_t n, void *x, double factor)
+{
+    for (ptrdiff_t j = 0; j < n; j++) ((REAL *)x)[j] *= (REAL)factor;
 }
 
 static void FMHA_NAME(add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *bias_)

@@ -333,8 +333,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(con
         v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
 }
 
-/* One block against all its keys. Returns whether the result is finite; careful: the firewall's path, see below. */
-static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful)
+/* One block against all its keys, the probabilities multiplied by `factor`. Returns whether the result is finite; careful:
+ * the firewall's path, see below. */
+static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful, REAL factor)
 {
     const fmha_problem *p = &t->p;
     ptrdiff_t queries = block->queries, value_width = block->value_width, ldk = p->k.stride[2], ldv;
@@ -365,6 +366,8 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
                     FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
                                                scale + q + v * LANES);
         }
+        if (factor != 1)
+            for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
         /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *rows = FMHA_NAME(whole_rows)(values + j * p->v.stride[2], p->v.stride[2], n, p->Dv, !(careful && touched), copy, &ldv);
         FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, scale);
@@ -372,6 +375,36 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
             FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values + j * p->v.stride[2], p->v.stride[2], p->Dv, out, value_width);
     }
     return FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+}
+
+/* The block's rows of out and lse from its sums; with a factor other than 1 only rows of out that are not finite yet. */
+static void FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const REAL *scratch, REAL factor)
+{
+    const fmha_problem *p = &t->p;
+    const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *peak = out + block->value_width * BLOCK_ROWS;
+    const REAL *total = peak + BLOCK_ROWS;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = (REAL *)t->out.data + block->b * t->out.stride[0] + block->head[r] * t->out.stride[1]
+                   + block->query[r] * t->out.stride[2];
+        if (factor != 1 && FMHA_NAME(all_finite)(1, p->Dv, to, p->Dv)) continue;
+        memcpy(to, out + r * block->value_width, (size_t)p->Dv * sizeof(REAL));
+        FMHA_NAME(divide_row)(p->Dv, to, total[r]);
+        if (factor != 1)
+            for (ptrdiff_t d = 0; d < p->Dv; d++) to[d] /= factor;
+        if (t->lse)
+            ((REAL *)t->lse)[(block->b * p->H + block->head[r]) * p->Lq + block->query[r]]
+                = total[r] == 0 ? NEGATIVE_INFINITY : (peak[r] == NEGATIVE_INFINITY ? 0 : peak[r]) + REAL_LOG(total[r]);
+    }
+}
+
+/* Sums of large finite values may overflow before the division: rows that are not finite again, with probabilities so
+ * small that no sum can. */
+static void FMHA_NAME(large_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch)
+{
+    REAL factor = (REAL)0.5;
+    for (ptrdiff_t n = 1; n < t->p.Lk; n *= 2) factor /= 2;
+    FMHA_NAME(forward_block)(t, block, scratch, 1, factor);
+    FMHA_NAME(write_block)(t, block, scratch, factor);
 }
 
 /* Item: one block of rows of one group. The firewall costs finite input nothing: only where a NaN or Inf shows in the
@@ -387,18 +420,9 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
     ptrdiff_t first = (blocks - 1 - item % blocks) * t->block_rows;       /* the longest causal rows start first */
     ptrdiff_t rows = group_rows - first < t->block_rows ? group_rows - first : t->block_rows;
     FMHA_NAME(block_rows)(p, &block, item / blocks / p->Hkv, item / blocks % p->Hkv, first, rows);
-    if (!FMHA_NAME(forward_block)(t, &block, scratch, 0)) FMHA_NAME(forward_block)(t, &block, scratch, 1);
-    const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *peak = out + block.value_width * BLOCK_ROWS;
-    const REAL *total = peak + BLOCK_ROWS;
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        REAL *to = (REAL *)t->out.data + block.b * t->out.stride[0] + block.head[r] * t->out.stride[1]
-                   + block.query[r] * t->out.stride[2];
-        memcpy(to, out + r * block.value_width, (size_t)p->Dv * sizeof(REAL));
-        FMHA_NAME(divide_row)(p->Dv, to, total[r]);
-        if (t->lse)
-            ((REAL *)t->lse)[(block.b * p->H + block.head[r]) * p->Lq + block.query[r]]
-                = total[r] == 0 ? NEGATIVE_INFINITY : (peak[r] == NEGATIVE_INFINITY ? 0 : peak[r]) + REAL_LOG(total[r]);
-    }
+    int finite = FMHA_NAME(forward_block)(t, &block, scratch, 0, 1) || FMHA_NAME(forward_block)(t, &block, scratch, 1, 1);
+    FMHA_NAME(write_block)(t, &block, scratch, 1);
+    if (!finite) FMHA_NAME(large_rows)(t, &block, scratch);
 }
 
 /* ------------------------------------------------------------------------------------------------------------ backward
