@@ -28,6 +28,18 @@ cdef extern from "csrc/fastmha.h" nogil:
     ctypedef struct fmha_block:
         ptrdiff_t b, h, i0, rows, j0, cols, ld
 
+    ctypedef struct fmha_tiled:
+        fmha_problem p
+        fmha_array out
+        char *lse
+        fmha_array grad_out, grad_q, grad_k, grad_v
+        int mode
+        char *scratch
+        ptrdiff_t scratch_size
+        ptrdiff_t block_rows
+        char *chunks
+        ptrdiff_t chunk_result
+
     ctypedef struct fmha_kernels:
         const char *name
         int vector_bytes
@@ -35,19 +47,32 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
                                  ptrdiff_t) noexcept nogil
         void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
-        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *,
-                                     const void *) noexcept nogil
+        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *, const fmha_array *,
+                                     const fmha_array *) noexcept nogil
         void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*multiply)(ptrdiff_t, void *, double) noexcept nogil
         void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        void (*decode)(void *, ptrdiff_t, int) noexcept nogil
+        void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*decode_scratch)(const fmha_problem *, ptrdiff_t *) noexcept nogil
+        void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
+        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
+                     ptrdiff_t, const void *, void *) noexcept nogil
+        ptrdiff_t (*gemm_scratch)() noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
     int FMHA_ISA_COUNT
+    int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
+    ptrdiff_t FMHA_CHUNK_KEYS
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -318,16 +343,18 @@ cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, 
     what is not finite, which leaves the bits of every row that does not attend it, and the pairs that do are added.
     """
     cdef ptrdiff_t inner = block.rows if by_key else block.cols, outer = block.cols if by_key else block.rows
+    # gemv, behind single rows and columns, rounds differently for another row stride: the copy keeps it there
+    cdef ptrdiff_t ld = ldx if outer == 1 or width == 1 else width
     cdef char *clean
     if finite:
         gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, x, ldx, beta, y, ldy)
         return
-    clean = <char *>PyMem_RawMalloc(inner * width * c.itemsize + 1)
+    clean = <char *>PyMem_RawMalloc(inner * ld * c.itemsize + 1)
     if clean == NULL:
         c.failed = 1
         return
-    c.kernels.copy_finite(inner, width, x, ldx, clean, width)
-    gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, clean, width, beta, y, ldy)
+    c.kernels.copy_finite(inner, width, x, ldx, clean, ld)
+    gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, clean, ld, beta, y, ldy)
     c.kernels.add_nonfinite(&c.p, block, by_key, alpha, a, x, ldx, width, y, ldy)
     PyMem_RawFree(clean)
 
@@ -336,12 +363,13 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     """One block of query rows of one head: S <- scale Q K^T, P <- softmax(S), O <- P V."""
     cdef Heads *c = <Heads *>context
     cdef fmha_problem *p = &c.p
-    cdef fmha_block block
+    cdef fmha_block block, row
     cdef ptrdiff_t size = c.itemsize, j0, j1, i, hkv
     cdef char *scores = c.scratch + worker * c.scratch_size
     cdef char *row_sum = scores + c.rows * c.ld * size
     cdef char *lse = NULL
     cdef char *out
+    cdef double factor
     # The last rows of a causal head have the most keys: they start first.
     block.i0 = (c.blocks - 1 - item % c.blocks) * c.rows
     block.b, block.h = item // c.blocks // p.H, item // c.blocks % p.H
@@ -372,6 +400,21 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
         product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
                 leading(&c.out, p.Dv), False)
+        # Sums of large finite values may overflow before the division: such rows again, with probabilities so small that
+        # no sum can; a power of 2 leaves the bits of what was finite.
+        factor = 0.5
+        for i in range(64):
+            if factor * p.Lk > 0.5:
+                factor /= 2
+        row = block
+        row.rows = 1
+        for i in range(block.rows if c.weights.data == NULL else 0):
+            if not c.kernels.all_finite(1, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv):
+                row.i0 = block.i0 + i
+                c.kernels.multiply(block.cols, scores + i * block.ld * size, factor)
+                c.kernels.multiply(1, row_sum + i * size, factor)
+                product(c, &row, False, 1, scores + i * block.ld * size, head(&p.v, block.b, hkv, j0, size),
+                        leading(&p.v, p.Dv), p.Dv, 0, out + i * leading(&c.out, p.Dv) * size, leading(&c.out, p.Dv), False)
     if c.weights.data == NULL:
         c.kernels.divide_rows(block.rows, p.Dv, out, leading(&c.out, p.Dv), row_sum)
 
@@ -416,7 +459,8 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
                  head(&p.v, block.b, hkv, j0, size), ldv, 0, grad_scores, c.ld)
             # weights <- softmax, grad_scores <- weights * (grad_weights - sum(weights * grad_weights))
             c.kernels.attend_rows_backward(p, &block, scores, grad_scores,
-                                           c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size)
+                                           c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size,
+                                           &c.out, &c.grad_out)
             # grad_q (rows, D) <- scale * grad_scores (rows, cols) @ k (cols, D)
             product(c, &block, False, p.scale, grad_scores, head(&p.k, block.b, hkv, j0, size), ldk, p.D, 0,
                     head(&c.grad_q, block.b, block.h, block.i0, size), lddq, keys_finite)
@@ -460,7 +504,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         c.weights.stride[2] = c.p.Lk
     cdef ptrdiff_t items = c.p.B * c.p.H * c.blocks
     threads = max(1, min(threads, items))
-    scratch = Scratch((c.rows * c.ld + c.rows) * c.itemsize, threads)
+    scratch = Scratch(blas_scratch(problem, rows, False), threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         run(forward_item, &c, items, threads)
@@ -468,11 +512,12 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         raise MemoryError("no memory to treat values that are not finite")
 
 
-def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdiff_t rows, int threads):
+def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t rows, int threads):
     """Gradients of the "blas" algorithm, written into grad_q, grad_k, grad_v (strides as BLAS takes them)."""
     cdef Heads c
     cdef Scratch scratch
     prepare(&c, problem, rows)
+    read_array(out, &c.out, NULL, c.itemsize, False)
     read_array(grad_out, &c.grad_out, NULL, c.itemsize, False)
     read_array(grad_q, &c.grad_q, NULL, c.itemsize, True)
     read_array(grad_k, &c.grad_k, NULL, c.itemsize, True)
@@ -481,7 +526,7 @@ def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdif
     cdef ptrdiff_t items = c.p.B * c.p.Hkv
     threads = max(1, min(threads, items))
     # scores, grad_scores, and with softcap one row of slopes
-    scratch = Scratch((2 * c.rows + 1) * c.ld * c.itemsize, threads)
+    scratch = Scratch(blas_scratch(problem, rows, True), threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         run(backward_item, &c, items, threads)
@@ -489,7 +534,111 @@ def blas_backward(Problem problem, grad_out, lse, grad_q, grad_k, grad_v, ptrdif
         raise MemoryError("no memory to treat values that are not finite")
 
 
-# ---------------------------------------------------------------------------------------- projections and row functions
+# -------------------------------------------------------------------------------------------------- algorithm "tiled"
+
+def tiled_forward(Problem problem, out, lse, ptrdiff_t block_rows, int threads):
+    """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
+    cdef fmha_tiled c
+    cdef Scratch scratch
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    c.p = problem.c
+    c.block_rows = block_rows
+    read_array(out, &c.out, NULL, problem.itemsize, True)
+    c.lse = pointer(lse, True) if lse is not None else NULL
+    cdef ptrdiff_t items = 0
+    if c.p.Hkv:
+        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
+    threads = max(1, min(threads, items))
+    scratch = Scratch(kernels.forward_scratch(&c.p) * problem.itemsize, threads)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    with nogil:
+        fmha_pool_run(kernels.tiled_forward, &c, items, threads)
+
+
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, bint split, int threads):
+    """Gradients of the "tiled" algorithm; all arrays with unit last stride.
+
+    Items are whole key/value heads; with `split` two passes over smaller ones, more work for more threads, same bits.
+    """
+    cdef fmha_tiled c
+    cdef Scratch scratch
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, items, heads
+    c.p = problem.c
+    read_array(out, &c.out, NULL, size, False)
+    c.lse = pointer(lse, False)
+    read_array(grad_out, &c.grad_out, NULL, size, False)
+    read_array(grad_q, &c.grad_q, NULL, size, True)
+    read_array(grad_k, &c.grad_k, NULL, size, True)
+    read_array(grad_v, &c.grad_v, NULL, size, True)
+    heads = c.p.B * c.p.Hkv
+    if heads == 0:
+        return
+    for mode in ([FMHA_KEYS, FMHA_QUERIES] if split else [FMHA_WHOLE]):
+        c.mode = mode
+        items = heads
+        if mode == FMHA_KEYS:
+            items = heads * ((c.p.Lk + 191) // 192)
+        elif mode == FMHA_QUERIES:
+            items = heads * ((c.p.H // c.p.Hkv * c.p.Lq + 63) // 64)
+        used = max(1, min(threads, items))
+        scratch = Scratch(kernels.backward_scratch(&c.p, c.mode) * size, used)
+        c.scratch, c.scratch_size = scratch.start, scratch.size
+        with nogil:
+            fmha_pool_run(kernels.tiled_backward, &c, items, threads)
+
+
+def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
+    """Bytes of scratch of one thread of the blas algorithm."""
+    cdef ptrdiff_t ld = score_stride(problem.c.Lk, problem.itemsize)
+    rows = max(1, min(rows, problem.c.Lq))
+    return ((2 * rows + 1) * ld if backward else rows * ld + rows) * problem.itemsize
+
+
+def tiled_scratch(Problem problem, bint backward, bint split):
+    """Bytes of scratch of one thread of the tiled algorithm."""
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    if problem.c.Hkv == 0:
+        return 0
+    if backward:
+        return kernels.backward_scratch(&problem.c, FMHA_KEYS if split else FMHA_WHOLE) * problem.itemsize
+    return kernels.forward_scratch(&problem.c) * problem.itemsize
+
+
+def decode_scratch(Problem problem):
+    """Bytes of scratch of one thread of the decode algorithm, without the results of the chunks."""
+    cdef ptrdiff_t result
+    if problem.c.Hkv == 0:
+        return 0
+    return kernel_tables[problem.is_double].decode_scratch(&problem.c, &result) * problem.itemsize
+
+
+# -------------------------------------------------------------------------------------------------- algorithm "decode"
+
+def decode_forward(Problem problem, out, lse, int threads):
+    """The "decode" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
+    cdef fmha_tiled c
+    cdef Scratch scratch, chunks
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, heads, parts
+    c.p = problem.c
+    read_array(out, &c.out, NULL, size, True)
+    c.lse = pointer(lse, True) if lse is not None else NULL
+    heads = c.p.B * c.p.Hkv
+    if heads == 0:
+        return
+    parts = (c.p.Lk + FMHA_CHUNK_KEYS - 1) // FMHA_CHUNK_KEYS
+    used = max(1, min(threads, heads * parts))
+    scratch = Scratch(kernels.decode_scratch(&c.p, &c.chunk_result) * size, used)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    chunks = Scratch(heads * parts * c.chunk_result * size, 1)
+    c.chunks = chunks.start
+    with nogil:
+        fmha_pool_run(kernels.decode, &c, heads * parts, threads)
+        fmha_pool_run(kernels.decode_merge, &c, heads, threads)
+
+
+# -------------------------------------------------------------------------------------------- projections and row functions
 
 ctypedef struct Product:
     const fmha_kernels *kernels
@@ -498,6 +647,8 @@ ctypedef struct Product:
     fmha_array a, b, c
     char *bias
     double alpha, beta
+    char *scratch               # NULL: products by BLAS
+    ptrdiff_t scratch_size
 
 
 cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
@@ -508,6 +659,11 @@ cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     cdef ptrdiff_t lda = leading(&s.a, s.m if s.trans_a else s.k), ldb = leading(&s.b, s.k if s.trans_b else s.n)
     cdef ptrdiff_t ldc = leading(&s.c, s.n)
     cdef char *c = s.c.data + (i0 * ldc + j0) * size
+    if s.scratch != NULL:
+        s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
+                       s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, c, ldc,
+                       s.bias + j0 * size if s.bias != NULL else NULL, s.scratch + worker * s.scratch_size)
+        return
     gemm(s.is_double, s.trans_a, s.trans_b, rows, cols, s.k, s.alpha,
          s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
          s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, s.beta, c, ldc)
@@ -534,8 +690,34 @@ def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias,
     s.bias = pointer(bias, False) if bias is not None else NULL
     s.slice_rows, s.slice_cols = slices
     s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
+    cdef ptrdiff_t items = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+    s.scratch = NULL
     with nogil:
-        run(product_item, &s, (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices, threads)
+        run(product_item, &s, items, threads)
+
+
+def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads):
+    """c := op(a) @ op(b) (+ bias) by the kernels' own product instead of BLAS; else as `matmul`."""
+    cdef Product s
+    cdef ptrdiff_t shape[4]
+    cdef Scratch scratch
+    s.itemsize = c.dtype.itemsize
+    s.kernels = kernel_tables[s.itemsize == 8]
+    s.trans_a, s.trans_b = trans_a, trans_b
+    read_array(a, &s.a, shape, s.itemsize, False)
+    s.k = shape[2] if trans_a else shape[3]
+    read_array(b, &s.b, NULL, s.itemsize, False)
+    read_array(c, &s.c, shape, s.itemsize, True)
+    s.m, s.n = shape[2], shape[3]
+    s.bias = pointer(bias, False) if bias is not None else NULL
+    s.slice_rows, s.slice_cols = slices
+    s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
+    cdef ptrdiff_t items = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+    threads = max(1, min(threads, items))
+    scratch = Scratch(s.kernels.gemm_scratch() * s.itemsize, threads)
+    s.scratch, s.scratch_size = scratch.start, scratch.size
+    with nogil:
+        fmha_pool_run(product_item, &s, items, threads)
 
 
 ctypedef struct Rows:

@@ -5,7 +5,7 @@ import numpy as np
 
 from fastmha import _core
 from fastmha._core import Problem
-from fastmha.plan import blas_rows, needs_packing, product_slices
+from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_rows, tiled_split
 
 
 def packed(x: np.ndarray, threads: int) -> np.ndarray:
@@ -40,20 +40,48 @@ def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weig
         out[...] = target
 
 
-def blas_backward(problem: Problem, grad_out: np.ndarray, lse: np.ndarray, grad_q: np.ndarray, grad_k: np.ndarray,
+def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray, grad_k: np.ndarray,
                   grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
     """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
     if pack or needs_packing(grad_out):
         grad_out = packed(grad_out, threads)
-    _core.blas_backward(_for_blas(problem, pack, threads), grad_out, lse, grad_q, grad_k, grad_v, rows, threads)
+    _core.blas_backward(_for_blas(problem, pack, threads), out, lse, grad_out, grad_q, grad_k, grad_v, rows, threads)
+
+
+def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, threads: int, pack: bool = False) -> None:
+    """out (B, H, Lq, Dv), lse (B, H, Lq) <- attention by the named algorithm; `pack` is the contiguous layout."""
+    if name == "blas":
+        blas_forward(problem, out, lse, None, threads, pack)
+        return
+    if pack:
+        problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
+    if name == "tiled":
+        _core.tiled_forward(problem, out, lse, tiled_rows(problem), threads)
+    else:
+        _core.decode_forward(problem, out, lse, threads)
+
+
+def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
+             grad_k: np.ndarray, grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
+    """grad_q, grad_k, grad_v <- the gradients by the named algorithm; out is (B, H, Lq, Dv)."""
+    if name == "blas":
+        blas_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads, pack)
+        return
+    if pack:
+        problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
+        grad_out = packed(grad_out, threads)
+    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_split(problem, threads), threads)
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
-            bias: np.ndarray | None = None, accumulate: bool = False) -> np.ndarray:
-    """out := op(a) @ op(b) (+ out) (+ bias): matrices with unit last stride, in slices on the pool."""
+            bias: np.ndarray | None = None, blas: bool = False) -> None:
+    """out := op(a) @ op(b) (+ bias): matrices with unit last stride, in slices on the pool; by BLAS, or by the kernels' own
+    product where `product_by_blas` says that is no slower."""
     m, n = out.shape
-    slices = product_slices(m, n, a.shape[0] if trans_a else a.shape[1])
-    _core.matmul(a, b, out, trans_a, trans_b, 1.0, 1.0 if accumulate else 0.0, bias, slices, threads)
-    return out
+    slices = product_slices(m, n)
+    if blas or product_by_blas(m):
+        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
+    else:
+        _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, slices, threads)

@@ -50,8 +50,9 @@ def attention(
         Factor of the products, default 1/sqrt(D).
     softcap : float, optional
         Scores s become ``softcap * tanh(s / softcap)``, before any mask.
-    algorithm : {"auto", "blas"}
-        "blas": scores in blocks, products by BLAS. "auto" chooses (see `fastmha.plan`).
+    algorithm : {"auto", "blas", "tiled", "decode"}
+        "blas": scores in blocks, products by BLAS. "tiled": fused, O(L) memory. "decode": few queries, many keys, forward
+        only. "auto" chooses (see `fastmha.plan`).
     return_lse : bool
         Also return the log of the sum of exponentials of each row, as the backward pass needs it.
     out : array, optional
@@ -89,19 +90,20 @@ def attention(
     (2, 8, 16, 64)
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
-    choose(problem, algorithm)
-    validate.blas_sizes(problem)
+    name, _ = choose(problem, algorithm)
     workers = threads.resolve(num_threads)
     B, H, _, Lq, _, _, Dv = problem.shape
     shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
     if out is None:
         result = target = np.empty(shape, problem.dtype)
     else:
-        result = target = validate.output(out, shape, problem.dtype, {"q": q, "k": k, "v": v, "mask": mask})
+        result = target = validate.output(out, shape, problem.dtype,
+                                                 {"q": q, "k": k, "v": v, "mask": mask, "offset": offset,
+                                                  "key_padding_lengths": key_padding_lengths})
         if not validate.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
-    algorithms.blas_forward(problem, _by_head(target, layout), lse, None, workers)
+    algorithms.forward(name, problem, _by_head(target, layout), lse, workers)
     if target is not result:
         result[...] = target
     return (result, lse) if return_lse else result
@@ -142,8 +144,7 @@ def attention_backward(
     grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads.
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
-    choose(problem, algorithm)
-    validate.blas_sizes(problem)
+    name, _ = choose(problem, algorithm, backward=True)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     dtype = problem.dtype
 
@@ -151,14 +152,13 @@ def attention_backward(
         return (B, heads, length, width) if layout == "BHLD" else (B, length, heads, width)
 
     grad_out = validate.like("grad_out", grad_out, shape(H, Lq, Dv), dtype, layout)
-    validate.like("out", out, shape(H, Lq, Dv), dtype, layout)
+    out = validate.like("out", out, shape(H, Lq, Dv), dtype, layout)
     lse = validate.like("lse", lse, (B, H, Lq), dtype, layout)
     workers = threads.resolve(num_threads)
-    grad_out, _ = validate.usable(grad_out)
+    grad_out, out = validate.usable(grad_out)[0], validate.usable(out)[0]
     grads = [np.empty(shape(*s), dtype) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))]
-    grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
-    algorithms.blas_backward(problem, _by_head(grad_out, layout), np.require(lse, None, ("C", "A")), grad_q, grad_k, grad_v,
-                             workers)
+    algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, "CA"), _by_head(grad_out, layout),
+                        *(_by_head(g, layout) for g in grads), workers)
     return grads[0], grads[1], grads[2]
 
 
@@ -178,7 +178,7 @@ def plan(
     >>> import numpy as np, fastmha
     >>> q = np.ones((1, 8, 512, 64), np.float32)
     >>> fastmha.plan(q, q, q, is_causal=True).algorithm
-    'blas'
+    'tiled'
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     return make_plan(problem, algorithm, threads.resolve(num_threads), validate.flag("backward", backward))
@@ -249,7 +249,6 @@ def _rows(name: str, x: Any) -> np.ndarray:
 
 def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
     """(out (B, H, Lq, Dv), weights (B, H, Lq, Lk)) by the "blas" algorithm, which has the weights in memory."""
-    validate.blas_sizes(problem)
     B, H, _, Lq, Lk, _, Dv = problem.shape
     out, weights = np.empty((B, H, Lq, Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
     algorithms.blas_forward(problem, out, None, weights, workers)
@@ -278,6 +277,7 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
     for name, x in zip("QKV", arrays):
         if x.ndim not in (3, 4) or x.ndim != arrays[0].ndim:
             raise ValueError(f"{name} must have 3 axes (B, n, d) or 4 axes (B, H, n, d), as many as Q, got shape {x.shape}")
+    validate.textbook(dict(zip("QKV", arrays)))
     if flat:
         arrays = [x[:, None] for x in arrays]
         if mask is not None and np.ndim(mask) == 3:
@@ -321,6 +321,17 @@ def combine_heads(x: np.ndarray) -> np.ndarray:
     return x.transpose(0, 2, 1, 3).reshape(B, L, H * D)
 
 
+def _textbook_heads(projected: dict[str, Any], num_heads: int) -> list[np.ndarray]:
+    """Heads (B, H, L, D) of projected queries, keys and values, checked under their own names."""
+    arrays = {name: validate.floats(name, x, 3, "(B, L, d_model)") for name, x in projected.items()}
+    num_heads = validate.integer("num_heads", num_heads, 1)
+    for name, x in arrays.items():
+        if x.shape[2] % num_heads:
+            raise ValueError(f"{name} has d_model {x.shape[2]} on axis 2, which num_heads {num_heads} does not divide")
+    validate.textbook(arrays)
+    return [split_heads(x, num_heads) for x in arrays.values()]
+
+
 def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_heads: int,
                               mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Multi-head attention on projected queries, keys and values: split heads, attend, combine heads.
@@ -338,11 +349,9 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     output : (B, Lq, d_v_model) array
     weights : (B, H, Lq, Lk) array
     """
-    q, k, v = (split_heads(validate.floats(name, x, 3, "(B, L, d_model)"), num_heads)
-               for name, x in (("Q", Q), ("K", K), ("V", V)))
-    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
+    heads = _textbook_heads({"Q": Q, "K": K, "V": V}, num_heads)
+    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, Lk, _, Dv = problem.shape
-    validate.blas_sizes(problem)
     output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
     algorithms.blas_forward(problem, split_heads(output, num_heads), None, weights, threads.resolve(None))
     return output, weights
@@ -366,6 +375,8 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     -------
     (B, Lq, d_out) array
     """
+    if not isinstance(weights, dict):
+        raise TypeError(f"weights must be a dict, got {type(weights).__name__}")
     known = [p + s for p in ("W_", "b_") for s in "QKVO"]
     missing = [name for name in known[:4] if name not in weights]
     unknown = [name for name in weights if name not in known]
@@ -388,15 +399,14 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
                 raise ValueError(f'weights["b_{letter}"] must have shape ({W.shape[1]},), got {bias.shape}')
             bias = np.require(bias, None, ("C", "A"))
         y = np.empty((*x.shape[:2], W.shape[1]), x.dtype)
-        algorithms.product(np.require(x, None, ("C", "A")).reshape(-1, W.shape[0]), np.require(W, None, ("C", "A")),
-                           y.reshape(-1, W.shape[1]), workers, bias=bias)
+        algorithms.product(np.require(x, None, "CA").reshape(x.shape[0] * x.shape[1], W.shape[0]), np.require(W, None, "CA"),
+                           y.reshape(x.shape[0] * x.shape[1], W.shape[1]), workers, bias=bias)
         return y
 
     Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
-    q, k, v = (split_heads(x, num_heads) for x in (Q, K, V))
-    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
-    validate.blas_sizes(problem)
+    heads = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
+    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)
-    algorithms.blas_forward(problem, split_heads(concat, num_heads), None, None, workers)
+    algorithms.forward(choose(problem, "auto")[0], problem, split_heads(concat, num_heads), None, workers)
     return project("concat", concat, "O")

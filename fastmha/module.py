@@ -208,17 +208,24 @@ class AttentionModule:
         q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset, key_padding_lengths, window, None,
                                              softcap)
-        choose(problem, self.algorithm)
-        validate.blas_sizes(problem)
+        name, _ = choose(problem, "blas" if need_weights and self.algorithm == "auto" else self.algorithm)
+        if need_weights and name != "blas":
+            raise ValueError(f'need_weights needs algorithm "auto" or "blas", which has the weights in memory, not "{name}"')
+        blas = self.algorithm == "blas"
         for x, y, s in zip(sources, projected, slices):
             algorithms.product(_rows(x), self._W_in[:, s], _rows(y), workers,
+                               blas=blas,
                                bias=None if self._b_in is None else self._b_in[s])
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
         lse = np.empty((B, self._H, L), self.dtype) if training else None
         weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
-        algorithms.blas_forward(problem, _split(concat, self._H), lse, weights, workers, pack=self._pack())
+        heads = _split(concat, self._H)
+        if weights is not None:
+            algorithms.blas_forward(problem, heads, lse, weights, workers, pack=self._pack())
+        else:
+            algorithms.forward(name, problem, heads, lse, workers, pack=self._pack())
         out = np.empty((B, L, self._d_out), self.dtype)
-        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out)
+        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=blas)
         if training and lse is not None:
             self._kept = _Kept(X, C, problem, projected, concat, lse, weights)
         return (out, weights) if need_weights else out
@@ -283,15 +290,16 @@ class AttentionModule:
             raise ValueError(f"grad_output must have the output's shape {(B, L, self._d_out)}, got {g.shape}")
         g = np.require(g, None, ("C", "A"))
         workers = threads.resolve(num_threads)
-        grads = self._gradient_buffers()
+        grads, blas = self._gradient_buffers(), self.algorithm == "blas"
+        name, _ = choose(kept.problem, "auto" if self.algorithm == "decode" else self.algorithm, backward=True)
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
-        algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True)
+        algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas)
         # grad_concat (B, L, H·Dv) <- grad_output @ W_O.T
         grad_concat = np.empty(kept.concat.shape, self.dtype)
-        algorithms.product(_rows(g), self._W_out, _rows(grad_concat), workers, trans_b=True)
+        algorithms.product(_rows(g), self._W_out, _rows(grad_concat), workers, trans_b=True, blas=blas)
         grad_projected = tuple(np.empty(p.shape, self.dtype) for p in kept.projected)
-        algorithms.blas_backward(kept.problem, _split(grad_concat, self._H), kept.lse, *self._heads(grad_projected), workers,
-                                 pack=self._pack())
+        algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse, _split(grad_concat, self._H),
+                            *self._heads(grad_projected), workers, pack=self._pack())
         grad_X = np.empty(kept.X.shape, self.dtype)
         if kept.context is None:
             self._input_gradients(kept.X, grad_projected[0], slice(None), grad_X, workers)
@@ -307,10 +315,11 @@ class AttentionModule:
 
     def _input_gradients(self, x: np.ndarray, grad: np.ndarray, columns: slice, grad_x: np.ndarray, workers: int) -> None:
         """Gradients of x @ W[:, columns] + b[columns], given that of the result."""
+        blas = self.algorithm == "blas"
         # grad_W (d_model, columns) <- x.T @ grad
-        algorithms.product(_rows(x), _rows(grad), self._grads["W_in"][:, columns], workers, trans_a=True)
+        algorithms.product(_rows(x), _rows(grad), self._grads["W_in"][:, columns], workers, trans_a=True, blas=blas)
         # grad_x (B, L, d_model) <- grad @ W.T: over Q|K|V side by side this is the sum of three input gradients
-        algorithms.product(_rows(grad), self._W_in[:, columns], _rows(grad_x), workers, trans_b=True)
+        algorithms.product(_rows(grad), self._W_in[:, columns], _rows(grad_x), workers, trans_b=True, blas=blas)
         if self.use_bias:
             np.add.reduce(_rows(grad), axis=0, out=self._grads["b_in"][columns])
 

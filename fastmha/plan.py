@@ -12,9 +12,14 @@ import numpy as np
 from fastmha import _core, validate
 from fastmha._core import Problem
 
-ALGORITHMS = ("auto", "blas")
+ALGORITHMS = ("auto", "blas", "tiled", "decode")
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
+_BLOCK_ROWS = 64                    # query rows of a block of the tiled algorithm, at most
+_TILE_KEYS = 192                    # keys of its tiles
+_CHUNK_KEYS = 512                   # keys of an item of the decode algorithm
+_DECODE_ROWS = 8                    # query rows a key/value head up to which "auto" decodes
+DECODE_ROWS_MAX = 64
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,53 @@ class Plan:
         return "\n".join(lines)
 
 
-def choose(problem: Problem, algorithm: str) -> tuple[str, dict[str, str]]:
-    """The algorithm for a problem, and the reasons for and against each."""
+def choose(problem: Problem, algorithm: str, backward: bool = False) -> tuple[str, dict[str, str]]:
+    """The algorithm for a problem, and the reasons for and against each.
+
+    Looks at lengths, widths and the instruction set alone: not at the batch size, not at threads, not at values.
+    """
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
-    why = "named by the caller" if algorithm == "blas" else "the only algorithm so far"
-    return "blas", {"blas": f"{why}; scores in blocks, products by BLAS"}
+    _, H, Hkv, Lq, Lk, _, _ = problem.shape
+    rows = Lq * (H // Hkv if Hkv else 0)
+    vectors = _core.selected_isa()[0] != "baseline"
+    against = {}
+    if backward:
+        against["decode"] = "it has no backward pass"
+    elif rows > DECODE_ROWS_MAX:
+        against["decode"] = f"it takes at most {DECODE_ROWS_MAX} query rows a key/value head (Lq * H / Hkv), got {rows}"
+    if algorithm != "auto":
+        if algorithm in against:
+            raise ValueError(f'algorithm "{algorithm}" cannot serve this call: {against[algorithm]}')
+        name, why = algorithm, "named by the caller"
+    elif "decode" not in against and rows <= _DECODE_ROWS:
+        name, why = "decode", f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
+    elif vectors or problem.dtype == np.float64 or rows <= _BLOCK_ROWS:
+        name, why = "tiled", "scores never leave the caches, O(L) memory"
+    else:
+        name, why = "blas", "the kernels have no fused multiply-add here, BLAS may"
+    reasons = {name: why}
+    reasons.setdefault("blas", "scores pass through memory between two products")
+    reasons.setdefault("tiled", "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add")
+    reasons.setdefault("decode", against.get("decode", f"{rows} query rows a key/value head: arithmetic is the limit, not memory"))
+    if algorithm != "auto":
+        reasons = {n: w if n == name else f"{name} was named by the caller" for n, w in reasons.items()}
+    return name, reasons
+
+
+def tiled_rows(problem: Problem) -> int:
+    """Query rows of a block of the tiled forward pass: smaller where causality or a window would leave much of a block's
+    keys unused. A row's bits do not depend on it."""
+    _, H, Hkv, Lq, _, _, _ = problem.shape
+    rows = Lq * (H // Hkv if Hkv else 0)
+    return 32 if problem.offset is not None and _BLOCK_ROWS // 2 < rows <= 4 * _BLOCK_ROWS else _BLOCK_ROWS
+
+
+def tiled_split(problem: Problem, threads: int) -> bool:
+    """Whether the tiled backward pass takes two passes over key tiles and query blocks (7 products instead of 5, many
+    items) rather than one over heads. The bits are the same."""
+    heads = problem.shape[0] * problem.shape[2]
+    return threads > 1 and 7 * heads / threads < 5 * -(-heads // threads) * 0.95
 
 
 def blas_rows(Lq: int, Lk: int, itemsize: int) -> int:
@@ -89,16 +135,20 @@ def needs_packing(x: np.ndarray) -> bool:
     """Whether BLAS cannot take the heads of x (B, H, L, width) where they lie: a row stride below the width (also zero
     and negative ones) or beyond a C int."""
     rows, width, stride = x.shape[2], x.shape[3], x.strides[2] // x.itemsize
-    return rows > 1 and not width <= max(1, stride) <= validate.BLAS_INT_MAX
+    return rows > 1 and width > 0 and not max(1, width) <= stride <= validate.BLAS_INT_MAX
 
 
-def product_slices(m: int, n: int, k: int) -> tuple[int, int]:
-    """(rows, columns) of the slices in which the pool takes a product (m, k) @ (k, n): by the sizes alone."""
+def product_slices(m: int, n: int) -> tuple[int, int]:
+    """(rows, columns) of the slices in which the pool takes a product with a result (m, n): by the sizes alone."""
     rows = m if m <= 256 else 256
-    columns = n
-    if m <= 512 and n > 256:
-        columns = max(256, -(-n // 4) // 64 * 64)
+    columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * 64)
     return max(1, rows), max(1, columns)
+
+
+def product_by_blas(m: int) -> bool:
+    """Whether a product with m rows goes through BLAS: a single row is a gemv, and without fused multiply-add in the kernels
+    BLAS is at least as fast."""
+    return m == 1 or _core.selected_isa()[0] == "baseline"
 
 
 def pairs(problem: Problem) -> np.ndarray:
@@ -125,31 +175,45 @@ def makespan(items: np.ndarray, threads: int) -> float:
     return float(busy.max())
 
 
+def _items(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> np.ndarray:
+    """Relative costs of the items of a run, in the order in which they are handed out."""
+    B, H, Hkv, Lq, Lk, _, _ = problem.shape
+    group = H // Hkv if Hkv else 0
+    work = pairs(problem)                                       # (B, Lq)
+    if name == "decode":
+        chunks = -(-Lk // _CHUNK_KEYS)
+        return np.full(B * Hkv * chunks, max(1, min(Lk, _CHUNK_KEYS)))
+    stacked = np.tile(work, (1, group)) if name == "tiled" else work
+    length = stacked.shape[1]
+    starts = np.arange(0, max(length, 1), rows)
+    blocks = np.add.reduceat(stacked, starts, axis=1) if stacked.size else np.zeros((B, len(starts)))
+    per_head = Hkv if name == "tiled" else H
+    if backward and not (name == "tiled" and tiled_split(problem, threads)):
+        return np.repeat(stacked.sum(1) if name == "tiled" else work.sum(1) * group, Hkv)
+    return np.repeat(blocks[:, None, ::-1], per_head, axis=1).ravel()
+
+
 def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) -> Plan:
-    """The plan of a call; see `Plan`."""
-    name, reasons = choose(problem, algorithm)
-    validate.blas_sizes(problem)
+    """The plan of a call; see `Plan`. With `backward` the balance and the scratch are those of the backward pass."""
+    name, reasons = choose(problem, algorithm, backward)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
-    rows = min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq))
-    work = pairs(problem)
-    flops = int(work.sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0))
     copied = problem.bytes_copied
-    for x in (problem.q, problem.k, problem.v):
-        if needs_packing(x):
-            copied += validate.collapsed(x).size * problem.itemsize
-    starts = np.arange(0, max(Lq, 1), rows)
-    blocks = np.add.reduceat(work, starts, axis=1) if work.size else np.zeros((B, len(starts)))
-    if backward:
-        items = np.repeat(blocks.sum(1) * (H // Hkv if Hkv else 0), Hkv)
+        rows, keys = min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq)), Lk
+        copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
+        scratch = _core.blas_scratch(problem, rows, backward)
+    elif name == "tiled":
+        rows, keys = _BLOCK_ROWS if backward else tiled_rows(problem), _TILE_KEYS
+        scratch = _core.tiled_scratch(problem, backward, tiled_split(problem, threads))
     else:
-        items = np.repeat(blocks[:, None, ::-1], H, axis=1).ravel()
+        rows, keys = Lq * (H // Hkv if Hkv else 0), _CHUNK_KEYS
+        scratch = _core.decode_scratch(problem)
+    items = _items(problem, name, backward, threads, rows)
     used = max(1, min(threads, len(items)))
     ideal, span = float(items.sum()) / max(1, threads), makespan(items, threads)
-    per_thread = (2 * rows + 1 if backward else rows) * Lk + rows
     return Plan(
-        algorithm=name, reasons=reasons, isa=_core.selected_isa()[0], threads=threads, tile=(rows, Lk), flops=flops,
-        bytes_copied=copied, scratch_bytes=per_thread * problem.itemsize * used, balance=ideal / span if span else 1.0,
-        backward=backward,
+        algorithm=name, reasons=reasons, isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
+        flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
+        bytes_copied=copied, scratch_bytes=scratch * used, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{problem.dtype} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
     )

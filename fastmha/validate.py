@@ -16,16 +16,24 @@ from fastmha._core import Problem
 LAYOUTS = ("BHLD", "BLHD")
 FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 BLAS_INT_MAX = 2**31 - 1        # BLAS integers are C ints in every SciPy wheel
+LARGEST = BLAS_INT_MAX - 64     # length or width: rows of scores are padded to whole vectors
 _OFFSET_MAX = 2**59             # far below where i + offset + window could overflow 64 bits
 _HEAD_AXIS = {"BHLD": 1, "BLHD": 2}
 _LENGTH_AXIS = {"BHLD": 2, "BLHD": 1}
 _AXES = {"BHLD": "(B, H, L, D)", "BLHD": "(B, L, H, D)"}
 
 
+def as_array(name: str, x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError as error:     # rows of different length
+        raise ValueError(f"{name} cannot be made an array: {error}") from None
+
+
 def floats(name: str, x: Any, ndim: int | None = None, axes: str = "") -> np.ndarray:
     """x as an array of float32 or float64 (no cast), with `ndim` axes."""
     if type(x) is not np.ndarray:
-        x = np.asarray(x)
+        x = as_array(name, x)
     if x.dtype not in FLOAT_TYPES:
         raise TypeError(f"{name} must be float32 or float64 (native byte order), got {x.dtype.str if x.dtype.kind == 'f' else x.dtype}")
     if ndim is not None and x.ndim != ndim:
@@ -65,7 +73,7 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 def usable(x: np.ndarray) -> tuple[np.ndarray, int]:
     """x, or a copy of it where its last axis is not unit-stride or it is unaligned, and the bytes copied.
 
-    Broadcast axes (stride 0) stay broadcast: only what lies in memory is copied.
+    A broadcast B or H (stride 0) stays broadcast: only what lies in memory is copied.
     """
     if in_place(x):
         return x, 0
@@ -79,8 +87,8 @@ def in_place(x: np.ndarray) -> bool:
 
 
 def collapsed(x: np.ndarray) -> np.ndarray:
-    """x with its broadcast axes, the last aside, cut to length 1."""
-    return x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides[:-1])]
+    """x (B, H, L, width) with a broadcast B and H cut to length 1."""
+    return x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides[:2])]
 
 
 def heads(name: str, x: Any, layout: str) -> np.ndarray:
@@ -116,6 +124,9 @@ def attention_problem(
         raise ValueError(f'v has length {Lv} on axis {length_axis} of layout "{layout}" but k has {Lk}')
     if Dk != D:
         raise ValueError(f"k has width {Dk} on axis 3 but q has {D}")
+    for name, what, n in (("q", "length", Lq), ("k", "length", Lk), ("q", "width", D), ("v", "width", v.shape[3])):
+        if n > LARGEST:
+            raise ValueError(f"{name} has {what} {n}: at most {LARGEST} is possible")
     q, copied = usable(q)
     k, copied_k = usable(k)
     v, copied_v = usable(v)
@@ -127,11 +138,12 @@ def attention_problem(
         elif mask.flags.aligned:
             additive_mask = mask
         else:
-            additive_mask = mask.copy()
+            additive_mask = mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.strides)].copy()
             copied += additive_mask.nbytes
+            additive_mask = np.broadcast_to(additive_mask, mask.shape)
     left, right = _band(is_causal, window)
     offsets = None
-    if left is None and right is None:
+    if right is None and window is None:
         if offset is not None:
             raise ValueError(f"offset is given ({offset!r}) but neither is_causal nor window, which it would shift")
     else:
@@ -141,19 +153,25 @@ def attention_problem(
         lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
     if scale is None:
         scale = 1 / math.sqrt(D) if D else 1.0
-    elif not _finite_real(scale):
+    elif not _finite_real(scale, q.dtype):
         raise _wrong_number("scale", "a finite number or None", scale)
     if softcap is None:
         softcap = 0.0
-    elif not _finite_real(softcap) or softcap <= 0:
+    elif not _finite_real(softcap, q.dtype) or q.dtype.type(softcap) <= 0:
         raise _wrong_number("softcap", "a finite number > 0 or None", softcap)
     problem = Problem(q, k, v, bool_mask, additive_mask, offsets, lengths, left, right, float(scale), float(softcap))
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
     return problem
 
 
-def _finite_real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, (bool, np.bool_)) and math.isfinite(value)
+def _finite_real(value: Any, dtype: np.dtype) -> bool:
+    """Whether value is a number that stays finite in dtype."""
+    if not isinstance(value, Real) or isinstance(value, (bool, np.bool_)):
+        return False
+    try:
+        return abs(float(value)) <= float(np.finfo(dtype).max)
+    except OverflowError:
+        return False
 
 
 def _wrong_number(name: str, expected: str, value: Any) -> Exception:
@@ -163,7 +181,7 @@ def _wrong_number(name: str, expected: str, value: Any) -> Exception:
 
 def _mask(mask: Any, dtype: np.dtype, shape: tuple[int, int, int, int]) -> np.ndarray:
     """mask with 4 axes, bool or of `dtype`, each axis of length 1 or the full one."""
-    mask = np.asarray(mask)
+    mask = as_array("mask", mask)
     if mask.dtype != np.bool_ and mask.dtype != dtype:
         raise TypeError(f"mask must be bool (True = may not attend) or {dtype} like q (added to the scores), got {mask.dtype}")
     if mask.ndim not in (2, 4):
@@ -205,7 +223,7 @@ def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
                 f"0 lets query 0 see key 0, Lk - Lq = {Lk - Lq} lets the last query see the last key"
             )
         return np.zeros(B, np.int64)
-    values = np.asarray(offset)
+    values = as_array("offset", offset)
     if values.dtype.kind not in "iu":
         raise TypeError(f"offset must be an int or a (B,) array of ints, got {offset!r}")
     if values.ndim and values.shape != (B,):
@@ -217,7 +235,7 @@ def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
 
 def batch_lengths(name: str, lengths: Any, B: int, longest: int, longest_name: str) -> np.ndarray:
     """Lengths as a (B,) int64 array, each in [0, longest]."""
-    values = np.asarray(lengths)
+    values = as_array(name, lengths)
     if values.size == 0 and B == 0:
         return np.zeros(0, np.int64)
     if values.dtype.kind not in "iu":
@@ -233,20 +251,20 @@ def batch_lengths(name: str, lengths: Any, B: int, longest: int, longest_name: s
 
 def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, Any]) -> np.ndarray:
     """Check `out=`: shape, dtype, writable, no overlap with an input or with itself."""
-    if type(out) is not np.ndarray:
+    if not isinstance(out, np.ndarray):
         raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     same_dtype("out", out, "q", dtype)
     if not out.flags.writeable:
         raise ValueError("out is read-only")
-    reach = 0
+    reach = out.itemsize - 1
     for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape) if n > 1):
         if out.size and stride <= reach:
             raise ValueError(f"out overlaps itself: shape {out.shape}, strides {out.strides}")
         reach += stride * (n - 1)
     for name, x in inputs.items():
-        if isinstance(x, np.ndarray) and _overlap(out, x):
+        if x is not None and _overlap(out, np.asarray(x)):
             raise ValueError(f"out overlaps {name} in memory")
     return out
 
@@ -270,17 +288,9 @@ def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str
     return x
 
 
-def blas_sizes(problem: Problem) -> None:
-    """The "blas" algorithm's sizes must fit BLAS's integers."""
-    _, _, _, Lq, Lk, D, Dv = problem.shape
-    for name, what, n in (("q", "length", Lq), ("k", "length", Lk), ("q", "width", D), ("v", "width", Dv)):
-        if n > BLAS_INT_MAX - 64:
-            raise ValueError(f'{name} has {what} {n}: algorithm "blas" takes at most {BLAS_INT_MAX - 64}')
-
-
 def real_array(name: str, x: Any, dtype: np.dtype, ndim: int, axes: str) -> np.ndarray:
     """x (real numbers) cast to a module's dtype, with unit last stride and aligned; itself where it already is that."""
-    x = np.asarray(x)
+    x = as_array(name, x)
     if x.dtype != dtype:
         if x.dtype.kind not in "fiub":
             raise TypeError(f"{name} must hold real numbers, got dtype {x.dtype}")
@@ -289,3 +299,17 @@ def real_array(name: str, x: Any, dtype: np.dtype, ndim: int, axes: str) -> np.n
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes {axes}, got shape {x.shape}")
     return x
+
+
+def textbook(arrays: dict[str, np.ndarray]) -> None:
+    """Shapes of the textbook functions' Q, K, V, (B, n, d) or (B, H, n, d), under their own names."""
+    (nq, Q), (nk, K), (nv, V) = arrays.items()
+    for name, x in ((nk, K), (nv, V)):
+        same_dtype(name, x, nq, Q.dtype)
+        for axis, what in ((0, "batch size"), (1, "heads"))[: x.ndim - 2]:
+            if x.shape[axis] != Q.shape[axis]:
+                raise ValueError(f"{name} has {what} {x.shape[axis]} on axis {axis} but {nq} has {Q.shape[axis]}")
+    if V.shape[-2] != K.shape[-2]:
+        raise ValueError(f"{nv} has length {V.shape[-2]} on axis {V.ndim - 2} but {nk} has {K.shape[-2]}")
+    if K.shape[-1] != Q.shape[-1]:
+        raise ValueError(f"{nk} has width {K.shape[-1]} on axis {K.ndim - 1} but {nq} has {Q.shape[-1]}")

@@ -9,7 +9,7 @@ from fastmha import _core, reference
 from fastmha.plan import ALGORITHMS
 
 ISAS = _core.runnable_isas()
-NAMED = [name for name in ALGORITHMS if name != "auto"]
+NAMED = [name for name in ALGORITHMS if name not in ("auto", "decode")]     # forward and backward, every call
 DTYPES = (np.float32, np.float64)
 LAYOUTS = ("BHLD", "BLHD")
 

@@ -321,17 +321,17 @@ def test_an_error_inside_a_call_leaves_blas_as_it_was(tmp_path):
             getattr(library, threads.blas_setter)(2)
         q, k = np.ones((1, 1, 1, 1)), np.ones((1, 1, 100_000, 1))
         v = np.full((1, 1, 100_000, 64), np.nan)            # 51 MB
-        fastmha.attention(q, k, v[..., :1])                 # everything warm
+        fastmha.attention(q, k, v[..., :1], algorithm="blas")                 # everything warm
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, resource.RLIM_INFINITY))
         try:
-            fastmha.attention(q, k, v)
+            fastmha.attention(q, k, v, algorithm="blas")
         except MemoryError as error:
             print(error)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         assert _core.blas_held() == 0
         assert get is None or get() == 2
-        assert np.isnan(fastmha.attention(q, k, v)).all()
+        assert np.isnan(fastmha.attention(q, k, v, algorithm="blas")).all()
     """
     assert in_a_process(code, tmp_path) == "no memory to treat values that are not finite\n"
 
@@ -374,7 +374,7 @@ def test_several_python_threads_at_once_leave_blas_as_it_was(blas_count, num_thr
 def long_call():
     """A few tenths of a second in the kernels."""
     x = normal(1, 8, 2048, 64)
-    return lambda: fastmha.attention(x, x, x, num_threads=2)
+    return lambda: fastmha.attention(x, x, x, algorithm="blas", num_threads=2)
 
 
 def test_blas_is_held_at_one_thread_during_a_call(blas_count):
@@ -465,6 +465,23 @@ def test_without_a_setter_blas_is_left_alone():
     forward_and_backward(module(), normal(3, 9, D_MODEL), 2)
     assert get() == before
     assert _core.blas_held() == 0
+
+
+@pytest.mark.usefixtures("hidden_setter")
+def test_without_a_setter_one_caller_is_inside_at_a_time():
+    x, inside, done = normal(1, 8, 512, 64), set(), threading.Event()
+
+    def watch():
+        while not done.is_set():
+            inside.add(_core.blas_held())
+            time.sleep(0.0005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    at_once(lambda i: [fastmha.attention(x, x, x, algorithm="blas", num_threads=2) for _ in range(10)], 3)
+    done.set()
+    watcher.join()
+    assert max(inside) == 1
 
 
 @pytest.mark.usefixtures("hidden_setter")
@@ -580,7 +597,7 @@ def test_children_forked_while_other_threads_are_calling_work(tmp_path, callers,
 
         def call():
             while not done.is_set():
-                fastmha.attention(x, x, x, num_threads={num_threads})
+                fastmha.attention(x, x, x, algorithm="blas", num_threads={num_threads})
 
         callers = [threading.Thread(target=call) for _ in range({callers})]
         for t in callers:
@@ -612,7 +629,7 @@ def test_a_child_forked_while_blas_is_held_has_blas_as_it_was(tmp_path):
 
         def call():
             while not done.is_set():
-                fastmha.attention(big, big, big, num_threads=2)
+                fastmha.attention(big, big, big, algorithm="blas", num_threads=2)
 
         caller = threading.Thread(target=call)
         caller.start()

@@ -1,11 +1,17 @@
 /* AVX2 and FMA, inside a fenced target region: nothing outside it may use these instructions. */
 #include "fastmha.h"
+#include <float.h>
 #include <math.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FMHA_ISA avx2
 #define FMHA_VECTOR_BYTES 32
+#define MICRO_SUMS 12
+#define MICRO_VECTORS 2
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else

@@ -1,11 +1,17 @@
 /* AVX-512 (F, VL, BW, DQ), inside a fenced target region: nothing outside it may use these instructions. */
 #include "fastmha.h"
+#include <float.h>
 #include <math.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FMHA_ISA avx512
 #define FMHA_VECTOR_BYTES 64
+#define MICRO_SUMS 24
+#define MICRO_VECTORS 4
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)
 #else

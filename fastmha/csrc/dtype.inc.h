@@ -1,6 +1,9 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
 #include "rows.inc.h"
+#include "tiles.inc.h"
+#include "decode.inc.h"
+#include "gemm.inc.h"
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -13,8 +16,18 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .all_finite = FMHA_NAME(all_finite),
     .copy_rows = FMHA_NAME(copy_rows),
     .copy_finite = FMHA_NAME(copy_finite),
+    .multiply = FMHA_NAME(multiply),
     .add_bias = FMHA_NAME(add_bias),
     .add_nonfinite = FMHA_NAME(add_nonfinite),
+    .tiled_forward = FMHA_NAME(tiled_forward),
+    .forward_scratch = FMHA_NAME(forward_scratch),
+    .tiled_backward = FMHA_NAME(tiled_backward),
+    .backward_scratch = FMHA_NAME(backward_scratch),
+    .decode = FMHA_NAME(decode),
+    .decode_merge = FMHA_NAME(decode_merge),
+    .decode_scratch = FMHA_NAME(decode_scratch),
+    .gemm = FMHA_NAME(gemm),
+    .gemm_scratch = FMHA_NAME(gemm_scratch),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
@@ -22,6 +35,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef REAL
 #undef INT
 #undef REAL_LOG
+#undef REAL_EPSILON
 #undef SIGN_BIT
 #undef EXP_SHIFT
 #undef EXP_BIAS
@@ -34,6 +48,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef NEGATIVE_INFINITY
 #undef LANES
 #undef VEC
+#undef ROUND_UP
+#undef MICRO_CASE
+#undef MICRO_PANEL
 #undef IVEC
 #undef v_load
 #undef v_store
@@ -41,11 +58,22 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef i_splat
 #undef v_bits
 #undef v_from_bits
+#undef i_load
 #undef v_lane
+#undef i_within
 #undef v_truth
 #undef v_select
 #undef v_greater
 #undef v_equal
 #undef v_max
+#undef v_min
+#undef v_round
+#undef v_scale
+#undef X86_OP
+#undef X86_PASTE
+#undef X86_PASTE_
+#undef X86_PREFIX
+#undef HAVE_TRANSPOSE
+#undef v_prefetch
 #undef v_load_n
 #undef v_store_n

@@ -33,6 +33,25 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols, ld;
 } fmha_block;
 
+#define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
+
+/* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
+enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
+
+/* What one run of the tiled algorithm shares between its items. */
+typedef struct {
+    fmha_problem p;
+    fmha_array out;             /* (B, H, Lq, Dv) */
+    char *lse;                  /* (B, H, Lq) contiguous, NULL where a forward pass need not return it */
+    fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
+    int mode;                   /* backward only */
+    char *scratch;
+    ptrdiff_t scratch_size;     /* bytes of one thread */
+    ptrdiff_t block_rows;       /* query rows of a block, at most BLOCK_ROWS */
+    char *chunks;               /* decode: one result a chunk of keys, chunk_result elements each */
+    ptrdiff_t chunk_result;
+} fmha_tiled;
+
 typedef struct {
     const char *name;
     int vector_bytes;
@@ -46,20 +65,39 @@ typedef struct {
     /* scores (scaled products) -> exp(masked, capped scores - row maximum), 0 where removed; row_sum (rows) gets the
      * sums and lse (rows, may be NULL) the log of the sum of exponentials, -inf for an empty row. */
     void (*attend_rows)(const fmha_problem *p, const fmha_block *block, void *scores, void *row_sum, void *lse);
-    /* scores -> probabilities exp(score - lse), grad_weights -> the gradient of the scaled products, both 0 where removed. */
+    /* scores -> probabilities, grad_weights -> the gradient of the scaled products, both 0 where removed; lse (rows) of the
+     * block's rows. */
     void (*attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
-                                 const void *lse);
+                                 const void *lse, const fmha_array *out, const fmha_array *grad_out);
     /* x[i, :] <- x[i, :] / divisor[i], an empty row (divisor 0) to zeros. NaN reaches only what is not 0. */
     void (*divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *divisor);
 
     int (*all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx);
     void (*copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    void (*multiply)(ptrdiff_t n, void *x, double factor);
     void (*add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *bias);
     /* The contributions of the non-finite rows of x to a product over a partly removed block, allowed pairs only:
      * by_key 0: c[i, :] += alpha * a[i, j] * x[j, :] (x has a row for every key); by_key 1: c[j, :] += alpha * a[i, j] * x[i, :]. */
     void (*add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha, const void *a,
                           const void *x, ptrdiff_t ldx, ptrdiff_t width, void *c, ptrdiff_t ldc);
+
+    /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
+    void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+    /* The decode algorithm: items (b, hkv, chunk of keys), then items (b, hkv). decode_scratch: elements a thread works in,
+     * and elements of one chunk's result. */
+    void (*decode)(void *context, ptrdiff_t item, int worker);
+    void (*decode_merge)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result);
+    void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
+
+    /* c (M, N) := op(a) @ op(b) (+ bias), row-major; scratch of gemm_scratch() elements. */
+    void (*gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a, ptrdiff_t lda, const void *b,
+                 ptrdiff_t ldb, void *c, ptrdiff_t ldc, const void *bias, void *scratch);
+    ptrdiff_t (*gemm_scratch)(void);
+
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);
     void (*hyperbolic_tangent)(ptrdiff_t n, const void *x, void *y);

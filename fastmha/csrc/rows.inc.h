@@ -146,20 +146,23 @@ static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *bloc
 }
 
 /* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
- * With p_j = exp(s_j - lse), t_j = tanh(product_j / softcap): g_j <- p_j (g_j - sum_k p_k g_k) (1 - t_j^2). */
-static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, const REAL *slope, REAL lse)
+ * With p_j = exp(s_j - peak) * factor, t_j = tanh(product_j / softcap): g_j <- p_j (g_j - delta) (1 - t_j^2); delta is
+ * sum_k p_k g_k, or *outer_delta. */
+static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, REAL *slope, REAL peak, REAL factor,
+                                           const REAL *outer_delta)
 {
     VEC removed = v_splat(NEGATIVE_INFINITY), zero = v_splat(0), total = zero;
     for (ptrdiff_t j = 0; j < n; j += LANES) {
         VEC score = v_load_n(s + j, n - j, NEGATIVE_INFINITY);
         IVEC gone = v_equal(score, removed);
-        VEC y = v_select(gone, zero, FMHA_NAME(exp)(score - v_splat(lse)));
+        VEC y = v_select(gone, zero, FMHA_NAME(exp)(score - v_splat(peak)) * factor);
         VEC dy = v_select(gone, zero, v_load_n(g + j, n - j, 0));      /* what was removed may be NaN */
         total = total + y * dy;
         v_store_n(s + j, y, n - j);
         v_store_n(g + j, dy, n - j);
+        if (slope) v_store_n(slope + j, v_select(gone, zero, v_load_n(slope + j, n - j, 0)), n - j);
     }
-    REAL delta = FMHA_NAME(sum)(total);
+    REAL delta = outer_delta ? *outer_delta : FMHA_NAME(sum)(total);
     if (delta - delta != 0) {       /* a NaN or Inf that is attended: it must not reach the removed positions' zeros */
         for (ptrdiff_t j = 0; j < n; j++) {
             REAL d = (g[j] - delta) * (slope ? slope[j] : 1);
@@ -174,8 +177,8 @@ static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, const 
     }
 }
 
-static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores,
-                                            void *grad_weights, const void *lse_)
+static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
+                                            const void *lse_, const fmha_array *out, const fmha_array *grad_out)
 {
     const REAL *lse = lse_;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -189,17 +192,36 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         FMHA_NAME(fill)(block->cols - high, g + high, 0);
         s += low;
         g += low;
+        ptrdiff_t n = high - low;
         REAL *slope = NULL;
         if (p->softcap != 0) {      /* behind the two blocks: rows x ld of scratch for d(capped) / d(product) */
             slope = (REAL *)grad_weights + block->rows * block->ld;
             VEC inverse = v_splat(1 / p->softcap);
-            for (ptrdiff_t j = 0; j < high - low; j += LANES) {
-                VEC t = FMHA_NAME(tanh)(v_load_n(s + j, high - low - j, 0) * inverse);
-                v_store_n(slope + j, v_splat(1) - t * t, high - low - j);
+            for (ptrdiff_t j = 0; j < n; j += LANES) {
+                VEC t = FMHA_NAME(tanh)(v_load_n(s + j, n - j, 0) * inverse);
+                v_store_n(slope + j, v_splat(1) - t * t, n - j);
             }
         }
         FMHA_NAME(mask_row)(p, block, i, low + block->j0, high + block->j0, s);
-        FMHA_NAME(backward_row)(high - low, s, g, slope, lse[r]);
+        /* The row's own sum is exact to rounding where exp(s - lse) errs by the rounding of lse, |lse| times as much. lse
+         * says more only if it was taken over more keys than these: then it differs by more than its rounding. */
+        REAL peak = FMHA_NAME(row_peak)(n, s), total = 0;
+        VEC sum = v_splat(0);
+        for (ptrdiff_t j = 0; j < n; j += LANES) sum = sum + FMHA_NAME(exp)(v_load_n(s + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
+        total = FMHA_NAME(sum)(sum);
+        REAL size = lse[r] < 0 ? -lse[r] : lse[r], apart = peak + REAL_LOG(total) - lse[r];
+        if (apart < 0 ? -apart < 16 * REAL_EPSILON * (1 + size) : apart < 16 * REAL_EPSILON * (1 + size)) {
+            FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
+        } else {
+            const REAL *o = (const REAL *)out->data + block->b * out->stride[0] + block->h * out->stride[1] + i * out->stride[2];
+            const REAL *d = (const REAL *)grad_out->data + block->b * grad_out->stride[0] + block->h * grad_out->stride[1]
+                            + i * grad_out->stride[2];
+            VEC product = v_splat(0);
+            for (ptrdiff_t e = 0; e < p->Dv; e += LANES)
+                product = product + v_load_n(o + e, p->Dv - e, 0) * v_load_n(d + e, p->Dv - e, 0);
+            REAL delta = FMHA_NAME(sum)(product);
+            FMHA_NAME(backward_row)(n, s, g, slope, lse[r], 1, &delta);
+        }
     }
 }
 
@@ -227,6 +249,11 @@ static void FMHA_NAME(copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x
         REAL *y = (REAL *)y_ + i * ldy;
         for (ptrdiff_t j = 0; j < cols; j++) y[j] = x[j] - x[j] == 0 ? x[j] : 0;
     }
+}
+
+static void FMHA_NAME(multiply)(ptrdiff_t n, void *x, double factor)
+{
+    for (ptrdiff_t j = 0; j < n; j++) ((REAL *)x)[j] *= (REAL)factor;
 }
 
 static void FMHA_NAME(add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *bias_)

@@ -7,6 +7,7 @@
 #define REAL float
 #define INT int32_t
 #define REAL_LOG logf
+#define REAL_EPSILON FLT_EPSILON
 #define SIGN_BIT INT32_MIN
 #define EXP_SHIFT 23
 #define EXP_BIAS 127
@@ -25,6 +26,7 @@ static const REAL FMHA_NAME(tanh_fit)[] = {-0x1.55553p-2f, 0x1.11068ep-3f, -0x1.
 #define REAL double
 #define INT int64_t
 #define REAL_LOG log
+#define REAL_EPSILON DBL_EPSILON
 #define SIGN_BIT INT64_MIN
 #define EXP_SHIFT 52
 #define EXP_BIAS 1023
@@ -53,12 +55,14 @@ typedef REAL FMHA_NAME(vec_at) __attribute__((vector_size(FMHA_VECTOR_BYTES), al
 #define VEC FMHA_NAME(vec)
 #define IVEC FMHA_NAME(ivec)
 #define v_load(pointer) ((VEC)(*(const FMHA_NAME(vec_at) *)(pointer)))
+#define v_lane(value, lane) ((value)[lane])
 #define v_store(pointer, value) (*(FMHA_NAME(vec_at) *)(pointer) = (value))
-#define v_splat(value) ((VEC){0} + (REAL)(value))       /* not for -0.0 */
-#define i_splat(value) ((IVEC){0} + (INT)(value))
+#define v_splat(value) ((REAL)(value) - (VEC){0})       /* x - 0 is x, x + 0 is not (-0.0): no instruction */
+#define i_splat(value) ((INT)(value) - (IVEC){0})
 #define v_bits(value) ((IVEC)(value))
 #define v_from_bits(value) ((VEC)(value))
-#define v_lane(value, lane) ((value)[lane])
+#define i_load(pointer) ((IVEC)(*(const FMHA_NAME(vec_at) *)(pointer)))
+#define i_within(low, at, high) ((IVEC)((low) <= (at)) & (IVEC)((at) < (high)))
 #else
 #define LANES ((ptrdiff_t)1)
 typedef REAL FMHA_NAME(vec);
@@ -74,6 +78,8 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_bits(value) FMHA_NAME(bits)(value)
 #define v_from_bits(value) FMHA_NAME(from_bits)(value)
 #define v_lane(value, lane) (value)
+#define i_load(pointer) (*(const INT *)(pointer))
+#define i_within(low, at, high) (-(INT)((low) <= (at) && (at) < (high)))
 #endif
 
 /* All ones where true. In C, gcc has no vector ?: and a scalar comparison gives 1, hence the two forms. */
@@ -85,8 +91,61 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_select(truth, yes, no) v_from_bits(((truth) & v_bits(yes)) | (~(truth) & v_bits(no)))
 #define v_greater(a, b) v_truth((a) > (b))
 #define v_equal(a, b) v_truth((a) == (b))
-#define v_max(a, b) v_select(v_greater(a, b), a, b)     /* b where a is NaN */
 
+/* max and min give b where either is NaN, as the x86 instructions do. v_round and v_scale (x * 2^n, n whole) exist in
+ * AVX-512 alone: elsewhere the exponential works on the bits. */
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if FMHA_REAL == 32
+#define X86_OP(name) X86_PASTE(X86_PREFIX, name, ps)
+#else
+#define X86_OP(name) X86_PASTE(X86_PREFIX, name, pd)
+#endif
+#define X86_PASTE(prefix, name, suffix) X86_PASTE_(prefix, name, suffix)
+#define X86_PASTE_(prefix, name, suffix) prefix##name##_##suffix
+#if FMHA_VECTOR_BYTES == 64
+#define X86_PREFIX _mm512_
+#define v_round(x) ((VEC)X86_OP(roundscale)((x), 8))
+#define v_scale(x, n) ((VEC)X86_OP(scalef)((x), (n)))
+#elif FMHA_VECTOR_BYTES == 32
+#define X86_PREFIX _mm256_
+#else
+#define X86_PREFIX _mm_
+#endif
+#define v_max(a, b) ((VEC)X86_OP(max)((a), (b)))
+#define v_min(a, b) ((VEC)X86_OP(min)((a), (b)))
+#else
+#define v_max(a, b) v_select(v_greater(a, b), a, b)
+#define v_min(a, b) v_select(v_greater(b, a), a, b)
+#endif
+
+#if defined(X86_OP) && FMHA_VECTOR_BYTES == 64
+static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
+{
+    return (VEC)X86_OP(mask_loadu)(v_splat(fill), (1u << n) - 1, x);
+}
+
+static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
+{
+    X86_OP(mask_storeu)(y, (1u << n) - 1, value);
+}
+#elif defined(X86_OP) && FMHA_VECTOR_BYTES == 32
+static inline IVEC FMHA_NAME(first)(ptrdiff_t n)      /* all ones in the first n lanes */
+{
+    static const INT ones[2 * LANES] = {[0 ... LANES - 1] = -1};
+    return i_load(ones + LANES - n);
+}
+
+static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
+{
+    IVEC mask = FMHA_NAME(first)(n);
+    return v_select(mask, (VEC)X86_OP(maskload)(x, (__m256i)mask), v_splat(fill));
+}
+
+static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
+{
+    X86_OP(maskstore)(y, (__m256i)FMHA_NAME(first)(n), value);
+}
+#else
 static inline VEC FMHA_NAME(load_part)(const REAL *x, ptrdiff_t n, REAL fill)
 {
     REAL lanes[LANES];
@@ -100,6 +159,7 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
     v_store(lanes, value);
     for (ptrdiff_t l = 0; l < n; l++) y[l] = lanes[l];
 }
+#endif
 
 /* n >= LANES: a whole vector, else the first n lanes. */
 #define v_load_n(pointer, n, fill) ((n) >= LANES ? v_load(pointer) : FMHA_NAME(load_part)(pointer, n, fill))
@@ -128,11 +188,13 @@ static inline REAL FMHA_NAME(largest)(VEC value)
  * 2^n is applied as two factors, both normal, so that only the last product rounds into the subnormals. */
 static inline VEC FMHA_NAME(exp)(VEC x)
 {
-    x = v_select(v_greater(v_splat(EXP_LOW), x), v_splat(EXP_LOW), x);
-    x = v_select(v_greater(x, v_splat(EXP_HIGH)), v_splat(EXP_HIGH), x);
+    x = v_min(v_splat(EXP_HIGH), v_max(v_splat(EXP_LOW), x));      /* NaN stays */
+#ifdef v_round
+    VEC whole = v_round(x * (REAL)LOG2_E);
+#else
     VEC shifted = x * (REAL)LOG2_E + v_splat(EXP_MAGIC);
-    IVEC n = v_bits(shifted) - v_bits(v_splat(EXP_MAGIC));
     VEC whole = shifted - v_splat(EXP_MAGIC);
+#endif
     VEC r = x - whole * (REAL)LN2_HIGH;
     r = r - whole * (REAL)LN2_LOW;
     const ptrdiff_t degree = sizeof FMHA_NAME(exp_fit) / sizeof(REAL);
@@ -140,9 +202,13 @@ static inline VEC FMHA_NAME(exp)(VEC x)
     for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * r + v_splat(FMHA_NAME(exp_fit)[d]);
     VEC y = (fit * r) * r + r;
     y = y + v_splat(1);
-    IVEC half = n >> 1;
+#ifdef v_round
+    return v_scale(y, whole);
+#else
+    IVEC n = v_bits(shifted) - v_bits(v_splat(EXP_MAGIC)), half = n >> 1;
     y = y * v_from_bits((half + i_splat(EXP_BIAS)) << EXP_SHIFT);
     return y * v_from_bits((n - half + i_splat(EXP_BIAS)) << EXP_SHIFT);
+#endif
 }
 
 /* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry. */
@@ -159,3 +225,60 @@ static inline VEC FMHA_NAME(tanh)(VEC x)
     far = v_from_bits(v_bits(far) | sign);
     return v_select(v_greater(v_splat(0.625), size), near, far);
 }
+
+#if defined(__GNUC__) && !defined(__clang__)
+/* LANES rows of LANES become their columns: log2(LANES) rounds, each exchanging blocks of `size` lanes between rows. */
+static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[])
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t size = 1; size < LANES; size *= 2) {
+        IVEC keep, take;
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            keep[l] = (INT)(l & size ? LANES + l - size : l);
+            take[l] = (INT)(l & size ? LANES + l : l + size);
+        }
+#pragma GCC unroll 16
+        for (ptrdiff_t i = 0; i < LANES; i++)
+            if (!(i & size)) {
+                VEC a = row[i], b = row[i + size];
+                row[i] = __builtin_shuffle(a, b, keep);
+                row[i + size] = __builtin_shuffle(a, b, take);
+            }
+    }
+}
+#define HAVE_TRANSPOSE 1
+
+/* The sums of LANES vectors, vector i's in lane i: each round halves the vectors. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(sums)(VEC row[])
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t size = LANES / 2; size; size /= 2) {
+        IVEC keep, take;
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            keep[l] = (INT)(l & size ? LANES + l : l);
+            take[l] = (INT)(l & size ? LANES + l - size : l + size);
+        }
+#pragma GCC unroll 16
+        for (ptrdiff_t i = 0; i < size; i++)
+            row[i] = __builtin_shuffle(row[i], row[i + size], keep) + __builtin_shuffle(row[i], row[i + size], take);
+    }
+    return row[0];
+}
+#else
+#define HAVE_TRANSPOSE 0
+
+static inline VEC FMHA_NAME(sums)(VEC row[])
+{
+    REAL lanes[LANES];
+    for (ptrdiff_t l = 0; l < LANES; l++) lanes[l] = FMHA_NAME(sum)(row[l]);
+    return v_load(lanes);
+}
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define v_prefetch(pointer) __builtin_prefetch(pointer)
+#else
+#define v_prefetch(pointer) ((void)0)
+#endif

@@ -95,7 +95,7 @@ def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Call
         algorithms.blas_forward(o.problem, o.out, o.lse, None, num_threads, pack=pack)
 
     def backward(pack: bool) -> None:
-        algorithms.blas_backward(o.problem, o.grad_out, o.lse, o.grad_q, o.grad_k, o.grad_v, num_threads, pack=pack)
+        algorithms.blas_backward(o.problem, o.out, o.lse, o.grad_out, o.grad_q, o.grad_k, o.grad_v, num_threads, pack=pack)
 
     run = forward if direction == "forward" else backward
     packed = (o.q, o.k, o.v) if direction == "forward" else (o.q, o.k, o.v, o.grad_out)

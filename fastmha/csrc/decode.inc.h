@@ -1,0 +1,153 @@
+/* The "decode" algorithm: few query rows, many keys. Memory speed is the limit, so each element of k and v is read once
+ * for all rows of the group, a whole row at a time, the values fetched ahead while the keys are at work. Keys are split in
+ * chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in the order of the chunks. */
+
+#define DECODE_KEYS 64      /* keys whose scores are kept at a time */
+
+/* Elements of scratch a thread: q rows, scores, shrink, a copy of values, or what the tiled forward pass needs where it
+ * must step in; elements of one chunk's result: peak, total and sums of each row. */
+static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result)
+{
+    ptrdiff_t rows = p->H / p->Hkv * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    *chunk_result = rows * (value_width + 2);
+    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_KEYS * value_width, tiled = FMHA_NAME(forward_scratch)(p);
+    return own > tiled ? own : tiled;
+}
+
+/* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time. */
+static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk,
+                                     const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv, REAL *scores)
+{
+    ptrdiff_t width = ROUND_UP(D, LANES), line = 64 / (ptrdiff_t)sizeof(REAL);
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        ptrdiff_t keys = n - j < LANES ? n - j : LANES;
+        for (ptrdiff_t l = 0; l < keys; l++)
+            for (ptrdiff_t d = 0; d < Dv; d += line) v_prefetch(v + (j + l) * ldv + d);
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            VEC sum[LANES];
+            const REAL *row = q + r * width;
+            for (ptrdiff_t l = 0; l < LANES; l++) {
+                const REAL *key = k + (j + (l < keys ? l : 0)) * ldk;
+                VEC even = v_splat(0), odd = v_splat(0);
+                ptrdiff_t d = 0;
+                for (; d + 2 * LANES <= D; d += 2 * LANES) {
+                    even = even + v_load(key + d) * v_load(row + d);
+                    odd = odd + v_load(key + d + LANES) * v_load(row + d + LANES);
+                }
+                for (; d < D; d += LANES) even = even + v_load_n(key + d, D - d, 0) * v_load(row + d);
+                sum[l] = even + odd;
+            }
+            v_store(scores + r * DECODE_KEYS + j, FMHA_NAME(sums)(sum));
+        }
+    }
+}
+
+/* One chunk of keys for all rows of a group. Returns whether the sums are finite; careful: the firewall's path. */
+static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, const REAL *q,
+                                   REAL *scores, REAL *shrink, REAL *copy, REAL *result, int careful)
+{
+    const fmha_problem *p = &t->p;
+    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ldk = p->k.stride[2], ld;
+    ptrdiff_t ldv = p->v.stride[2];
+    REAL *peak = result, *total = peak + rows, *out = total + rows;
+    const REAL *k = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
+    const REAL *v = (const REAL *)p->v.data + b * p->v.stride[0] + hkv * p->v.stride[1];
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        peak[r] = NEGATIVE_INFINITY;
+        total[r] = 0;
+    }
+    memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
+    for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
+        ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS;
+        FMHA_NAME(decode_scores)(rows, n, p->D, q, k + j * ldk, ldk, v + j * ldv, ldv, p->Dv, scores);
+        int touched = p->bool_mask.data || p->additive_mask.data;
+        for (ptrdiff_t r = 0; r < rows; r++) {
+            REAL *s = scores + r * DECODE_KEYS;
+            fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j, .cols = n};
+            ptrdiff_t low, high;
+            FMHA_NAME(row_range)(p, &block, block.i0, &low, &high);
+            touched |= low > 0 || high < n;
+            FMHA_NAME(mask_row)(p, &block, block.i0, j + low, j + high, s + low);
+            FMHA_NAME(fill)(low, s, NEGATIVE_INFINITY);
+            FMHA_NAME(fill)(n - high, s + high, NEGATIVE_INFINITY);
+            VEC best = v_splat(peak[r]);
+            for (ptrdiff_t e = 0; e < n; e += LANES) {
+                VEC score = v_load_n(s + e, n - e, NEGATIVE_INFINITY);
+                best = v_max(score, best);
+            }
+            REAL now = FMHA_NAME(largest)(best), shift = now == NEGATIVE_INFINITY ? 0 : now;
+            shrink[r] = v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
+            total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
+            peak[r] = now;
+        }
+        /* out (rows, Dv) <- shrink * out + probabilities (rows, keys) @ v (keys, Dv) */
+        const REAL *values = FMHA_NAME(whole_rows)(v + j * ldv, ldv, n, p->Dv, !(careful && touched), copy, &ld);
+        FMHA_NAME(product_)(2, rows, value_width, n, scores, DECODE_KEYS, 1, values, ld, out, value_width, shrink);
+        if (careful && touched)
+            for (ptrdiff_t r = 0; r < rows; r++) {
+                fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j, .cols = n, .ld = DECODE_KEYS};
+                FMHA_NAME(add_nonfinite)(p, &block, 0, 1, scores + r * DECODE_KEYS, v + j * ldv, ldv, p->Dv, out + r * value_width,
+                                         value_width);
+            }
+    }
+    return FMHA_NAME(all_finite)(rows, value_width, out, value_width);
+}
+
+static void FMHA_NAME(decode)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_tiled *t = context;
+    const fmha_problem *p = &t->p;
+    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, width = ROUND_UP(p->D, LANES);
+    ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / chunks / p->Hkv, hkv = item / chunks % p->Hkv;
+    REAL *q = (REAL *)(t->scratch + worker * t->scratch_size), *scores = q + rows * width, *shrink = scores + rows * DECODE_KEYS;
+    REAL *copy = shrink + rows, *result = (REAL *)t->chunks + item * t->chunk_result;
+    ptrdiff_t first = item % chunks * FMHA_CHUNK_KEYS, last = first + FMHA_CHUNK_KEYS, low, high;
+    fmha_block_keys(p, b, 0, p->Lq, &low, &high);
+    if (last > high) last = high;
+    if (first < low) first += (low - first) / DECODE_KEYS * DECODE_KEYS;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const REAL *from = (const REAL *)p->q.data + b * p->q.stride[0] + (hkv * group + r / p->Lq) * p->q.stride[1]
+                           + r % p->Lq * p->q.stride[2];
+        for (ptrdiff_t d = 0; d < width; d++) q[r * width + d] = d < p->D ? (REAL)p->scale * from[d] : 0;
+    }
+    if (!FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, scores, shrink, copy, result, 0))
+        FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, scores, shrink, copy, result, 1);
+}
+
+/* Item: one key/value head. Partial softmaxes of the chunks become one, in their order. */
+static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_tiled *t = context;
+    const fmha_problem *p = &t->p;
+    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
+    ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / p->Hkv, hkv = item % p->Hkv;
+    const REAL *results = (const REAL *)t->chunks + item * chunks * t->chunk_result;
+    int finite = 1;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
+        REAL *out = (REAL *)t->out.data + b * t->out.stride[0] + h * t->out.stride[1] + i * t->out.stride[2];
+        REAL peak = NEGATIVE_INFINITY, total = 0;
+        for (ptrdiff_t c = 0; c < chunks; c++) {
+            REAL other = results[c * t->chunk_result + r];
+            peak = other > peak ? other : peak;
+        }
+        REAL shift = peak == NEGATIVE_INFINITY ? 0 : peak;
+        FMHA_NAME(fill)(p->Dv, out, 0);
+        for (ptrdiff_t c = 0; c < chunks; c++) {
+            const REAL *result = results + c * t->chunk_result, *sums = result + 2 * rows + r * value_width;
+            REAL weight = v_lane(FMHA_NAME(exp)(v_splat(result[r] - shift)), 0);
+            if (result[rows + r] == 0) continue;        /* no key of the chunk is attended */
+            total += weight * result[rows + r];
+            for (ptrdiff_t d = 0; d < p->Dv; d += LANES)
+                v_store_n(out + d, v_load_n(out + d, p->Dv - d, 0) + v_load(sums + d) * weight, p->Dv - d);
+        }
+        FMHA_NAME(divide_row)(p->Dv, out, total);
+        finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
+        if (t->lse) ((REAL *)t->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
+    }
+    if (!finite) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
+        FMHA_NAME(large_rows)(t, &block, (REAL *)(t->scratch + worker * t->scratch_size));
+    }
+}

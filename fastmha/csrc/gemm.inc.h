@@ -1,0 +1,78 @@
+/* Products of matrices for the projections, on the register tile of tiles.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
+ * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes), a only if transposed.
+ * Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is computed in. */
+
+#define GEMM_DEPTH 256      /* K of a block: a packed panel stays in the first two caches */
+#define GEMM_ROWS 256       /* rows of a block: what a transposed a is packed for */
+#define PANEL (MICRO_VECTORS * LANES)
+
+static ptrdiff_t FMHA_NAME(gemm_scratch)(void) { return GEMM_DEPTH * PANEL + GEMM_DEPTH * GEMM_ROWS + GEMM_ROWS * PANEL; }
+
+/* packed (depth, whole) <- b[:, :columns], zeros beyond; b (depth, columns), or (columns, depth) if transposed. */
+static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t columns, const REAL *b, ptrdiff_t ldb, REAL *packed)
+{
+    ptrdiff_t whole = ROUND_UP(columns, LANES);
+    if (!transposed) {
+        for (ptrdiff_t k = 0; k < depth; k++) {
+            ptrdiff_t n = 0;
+            for (; n + LANES <= columns; n += LANES) v_store(packed + k * whole + n, v_load(b + k * ldb + n));
+            if (n < columns) v_store(packed + k * whole + n, FMHA_NAME(load_part)(b + k * ldb + n, columns - n, 0));
+        }
+        return;
+    }
+    for (ptrdiff_t n = 0; n < whole; n += LANES) {
+        ptrdiff_t rows = columns - n < LANES ? columns - n : LANES, k = 0;
+#if HAVE_TRANSPOSE
+        for (; k + LANES <= depth; k += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(b + (n + l) * ldb + k) : v_splat(0);
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (k + l) * whole + n, part[l]);
+        }
+#endif
+        for (; k < depth; k++)
+            for (ptrdiff_t l = 0; l < LANES; l++) packed[k * whole + n + l] = l < rows ? b[(n + l) * ldb + k] : 0;
+    }
+}
+
+/* c := op(a) @ op(b) (+ bias); a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b. bias (N) or NULL. */
+static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a_, ptrdiff_t lda,
+                            const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const void *bias_, void *scratch)
+{
+    const REAL *a0 = a_, *b0 = b_, *bias = bias_;
+    REAL *c0 = c_, *panel = scratch, *columns_of_a = panel + GEMM_DEPTH * PANEL, *edge = columns_of_a + GEMM_DEPTH * GEMM_ROWS;
+    if (K == 0)
+        for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
+    for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
+        ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH;
+        for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {
+            ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda, a_step = 1;
+            const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
+            if (trans_a) {
+                for (ptrdiff_t k = 0; k < depth; k++) memcpy(columns_of_a + k * rows, a + k * lda, (size_t)rows * sizeof(REAL));
+                a = columns_of_a;
+                a_row = 1;
+                a_step = rows;
+            }
+            for (ptrdiff_t n0 = 0; n0 < N; n0 += PANEL) {
+                ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
+                const REAL *b = b0 + (trans_b ? n0 * ldb + k0 : k0 * ldb + n0);
+                FMHA_NAME(pack_panel)(trans_b, depth, columns, b, ldb, panel);
+                /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
+                REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
+                ptrdiff_t ld_to = whole == columns ? ldc : ld;
+                if (k0 == 0 || to == edge) FMHA_NAME(product_)(0, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
+                else FMHA_NAME(product_)(1, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
+                if (to == edge)
+                    for (ptrdiff_t m = 0; m < rows; m++)
+                        for (ptrdiff_t n = 0; n < columns; n++) {
+                            REAL sum = edge[m * ld + n];
+                            c[m * ldc + n] = k0 == 0 ? sum : c[m * ldc + n] + sum;
+                        }
+                if (bias && k0 + depth == K) FMHA_NAME(add_bias)(rows, columns, c, ldc, bias + n0);
+            }
+        }
+    }
+}

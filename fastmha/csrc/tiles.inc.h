@@ -1,0 +1,680 @@
+/* The "tiled" algorithm: attention in O(L) memory, scores kept transposed, S^T[key][query].
+ *
+ * Queries lie along the vector lanes: maxima, sums, rescaling and the causal comparison are vertical, no lane ever meets
+ * another. The query block is packed transposed once (scale folded in); keys and values are read where they lie, keys as
+ * broadcast scalars, values as rows. A block holds rows of the group's stacked heads: row r is head r / Lq, query r % Lq.
+ *
+ * Bits: a row's result depends on its own scores and the grid of key tiles alone. Sums over D and over keys run in their
+ * order, one fused multiply-add a term; a tile in which a row attends nothing multiplies it by exp(0) = 1 and adds 0. */
+
+/* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of this file.
+ * init: 0 zero, 1 c itself, 2 c[r] * row_scale[r]. It is added last: sums of sums err less than one long sum. */
+static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
+    const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
+    const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+{
+    VEC sum[12][MICRO_VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < mr; r++)
+#pragma GCC unroll 12
+        for (int v = 0; v < nv; v++) sum[r][v] = v_splat(0);
+    for (ptrdiff_t k = 0; k < depth; k++) {
+        VEC row[MICRO_VECTORS];
+#pragma GCC unroll 12
+        for (int v = 0; v < nv; v++) row[v] = v_load(b + v * LANES);
+#pragma GCC unroll 12
+        for (int r = 0; r < mr; r++) {
+            VEC scalar = v_splat(a[r * a_row]);
+#pragma GCC unroll 12
+            for (int v = 0; v < nv; v++) sum[r][v] = sum[r][v] + scalar * row[v];
+        }
+        a += a_step;
+        b += ldb;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < mr; r++)
+#pragma GCC unroll 12
+        for (int v = 0; v < nv; v++) {
+            REAL *to = c + r * ldc + v * LANES;
+            if (init == 1) sum[r][v] = v_load(to) + sum[r][v];
+            if (init == 2) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
+            v_store(to, sum[r][v]);
+        }
+}
+
+/* Rows of the register tile: as many sums as the registers hold, 12 rows at most. */
+#define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < 12 ? MICRO_SUMS / (nv) : 12)
+#define MICRO(mr, nv) \
+    for (; rows - r >= (mr); r += (mr)) \
+        FMHA_NAME(micro)(mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
+#define MICRO_PANEL(nv) \
+    case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(2, nv); MICRO(1, nv); break;
+
+/* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1. */
+static inline __attribute__((always_inline)) void FMHA_NAME(product_)(
+    const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
+    const REAL *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
+{
+    ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
+    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+        ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
+        const REAL *b = b0 + done * LANES;
+        ptrdiff_t r = 0;
+        switch (nv) {
+            MICRO_PANEL(1)
+            MICRO_PANEL(2)
+#if MICRO_VECTORS == 4
+            MICRO_PANEL(3)
+            MICRO_PANEL(4)
+#endif
+        }
+        done += nv;
+    }
+}
+
+/* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    FMHA_NAME(product_)(0, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+}
+
+/* c <- c + a @ b, a's rows along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_rows_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    FMHA_NAME(product_)(1, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+}
+
+/* c <- row_scale * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+{
+    FMHA_NAME(product_)(2, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, row_scale);
+}
+
+/* c <- c + a^T @ b. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    FMHA_NAME(product_)(1, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, a);
+}
+
+/* ------------------------------------------------------------------------------------------------ a block of query rows */
+
+#define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
+
+/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
+typedef struct {
+    ptrdiff_t b, hkv, rows, queries, width, value_width;    /* widths in whole vectors */
+    ptrdiff_t j0, j1;                   /* keys that any row attends */
+    ptrdiff_t common0, common1;         /* keys that no causality, window or length removes from any row */
+    ptrdiff_t head[BLOCK_ROWS], query[BLOCK_ROWS];
+    INT low[BLOCK_ROWS], high[BLOCK_ROWS];                  /* keys of each row, relative to the tile at hand */
+    ptrdiff_t row0[BLOCK_ROWS], row1[BLOCK_ROWS];           /* keys of each row */
+} FMHA_NAME(rows);
+
+static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
+                                  ptrdiff_t rows)
+{
+    ptrdiff_t group = p->H / p->Hkv, h = hkv * group + first / p->Lq, i = first % p->Lq;
+    block->b = b;
+    block->hkv = hkv;
+    block->rows = rows;
+    block->queries = ROUND_UP(rows, LANES);
+    block->width = ROUND_UP(p->D, LANES);
+    block->value_width = ROUND_UP(p->Dv, LANES);
+    block->j0 = p->Lk;
+    block->j1 = 0;
+    block->common0 = 0;
+    block->common1 = p->Lk;
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        ptrdiff_t low = 0, high = p->Lk;
+        if (r < rows) {
+            block->head[r] = h;
+            block->query[r] = i;
+            fmha_row_keys(p, b, i, &low, &high);
+            if (low < high) {
+                if (low < block->j0) block->j0 = low;
+                if (high > block->j1) block->j1 = high;
+            }
+            if (low > block->common0) block->common0 = low;
+            if (high < block->common1) block->common1 = high;
+            if (++i == p->Lq) { i = 0; h++; }
+        }
+        block->row0[r] = low;
+        block->row1[r] = high;
+    }
+    if (block->j0 > block->j1) block->j0 = block->j1 = 0;
+}
+
+/* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. */
+static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL factor,
+                                       REAL *packed)
+{
+    ptrdiff_t queries = block->queries;
+    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+        const REAL *row[LANES];
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, d = 0;
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            ptrdiff_t r = q + (l < rows ? l : 0);
+            row[l] = (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1]
+                     + block->query[r] * x->stride[2];
+        }
+#if HAVE_TRANSPOSE
+        for (; d + LANES <= width; d += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(row[l] + d) * factor : v_splat(0);
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
+        }
+#endif
+        for (; d < width; d++)
+            for (ptrdiff_t l = 0; l < LANES; l++) packed[d * queries + q + l] = l < rows ? factor * row[l][d] : 0;
+    }
+}
+
+/* Rows [j, j + n) of a key/value head as rows of whole vectors: where they lie, or padded with zeros in `copy`. */
+static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, REAL *copy,
+                                         ptrdiff_t *ld)
+{
+    ptrdiff_t whole = ROUND_UP(width, LANES);
+    if (finite && whole == width) {
+        *ld = stride;
+        return x;
+    }
+    for (ptrdiff_t i = 0; i < n; i++) {
+        for (ptrdiff_t d = 0; d < width; d++) copy[i * whole + d] = finite || x[i * stride + d] - x[i * stride + d] == 0 ? x[i * stride + d] : 0;
+        for (ptrdiff_t d = width; d < whole; d++) copy[i * whole + d] = 0;
+    }
+    *ld = whole;
+    return copy;
+}
+
+/* Whether masks or ranges touch the tile of keys [j, j + n). */
+static inline int FMHA_NAME(touched)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
+{
+    return p->bool_mask.data || p->additive_mask.data || j < block->common0 || j + n > block->common1;
+}
+
+/* scores^T (keys, queries): softcap, additive mask, then -inf where a pair is removed. slope, if given, gets the
+ * derivative of the softcap. */
+static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, REAL *s, REAL *slope)
+{
+    ptrdiff_t queries = block->queries;
+    if (p->softcap != 0) {
+        VEC cap = v_splat(p->softcap), inverse = v_splat(1 / p->softcap), one = v_splat(1);
+        for (ptrdiff_t e = 0; e < n * queries; e += LANES) {
+            VEC t = FMHA_NAME(tanh)(v_load(s + e) * inverse);
+            v_store(s + e, cap * t);
+            if (slope) v_store(slope + e, one - t * t);
+        }
+    }
+    if (p->additive_mask.data) {
+        const ptrdiff_t *stride = p->additive_mask.stride;
+        const REAL *m = (const REAL *)p->additive_mask.data + block->b * stride[0] + j * stride[3];
+        if (stride[1] == 0 && stride[2] == 0) {
+            VEC gone = v_splat(NEGATIVE_INFINITY);
+            for (ptrdiff_t k = 0; k < n; k++) {
+                VEC add = v_splat(m[k * stride[3]]);
+                for (ptrdiff_t q = 0; q < queries; q += LANES)
+                    v_store(s + k * queries + q, v_select(v_equal(add, gone), gone, v_load(s + k * queries + q) + add));
+            }
+        } else {
+            for (ptrdiff_t r = 0; r < block->rows; r++) {
+                const REAL *row = m + block->head[r] * stride[1] + block->query[r] * stride[2];
+                for (ptrdiff_t k = 0; k < n; k++) {
+                    REAL add = row[k * stride[3]], *to = s + k * queries + r;
+                    *to = add == NEGATIVE_INFINITY ? add : *to + add;
+                }
+            }
+        }
+    }
+    if (p->bool_mask.data) {
+        const ptrdiff_t *stride = p->bool_mask.stride;
+        const unsigned char *m = (const unsigned char *)p->bool_mask.data + block->b * stride[0] + j * stride[3];
+        if (stride[1] == 0 && stride[2] == 0) {
+            for (ptrdiff_t k = 0; k < n; k++)
+                if (m[k * stride[3]])
+                    for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(s + k * queries + q, v_splat(NEGATIVE_INFINITY));
+        } else {
+            for (ptrdiff_t r = 0; r < block->rows; r++) {
+                const unsigned char *row = m + block->head[r] * stride[1] + block->query[r] * stride[2];
+                for (ptrdiff_t k = 0; k < n; k++) {
+                    REAL *to = s + k * queries + r;
+                    *to = row[k * stride[3]] ? NEGATIVE_INFINITY : *to;
+                }
+            }
+        }
+    }
+    if (j < block->common0 || j + n > block->common1) {
+        for (ptrdiff_t r = 0; r < queries; r++) {
+            ptrdiff_t low = block->row0[r] - j, high = block->row1[r] - j;
+            block->low[r] = (INT)(low < 0 ? 0 : low > n ? n : low);
+            block->high[r] = (INT)(high < 0 ? 0 : high > n ? n : high);
+        }
+        VEC gone = v_splat(NEGATIVE_INFINITY);
+        for (ptrdiff_t q = 0; q < queries; q += LANES) {
+            IVEC low = i_load(block->low + q), high = i_load(block->high + q);
+            for (ptrdiff_t k = 0; k < n; k++) {
+                IVEC at = i_splat(k), keep = i_within(low, at, high);
+                v_store(s + k * queries + q, v_select(keep, v_load(s + k * queries + q), gone));
+            }
+        }
+    }
+}
+
+/* The contributions of non-finite rows of x to a product over a tile, allowed pairs only, one pair after the other.
+ * by_key 0: c[r, :] += a[j, r] * x[j, :]; by_key 1: c[j, :] += factor * a[j, r] * x_r, x_r row r of the block in x. */
+static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
+                                      const REAL *x, ptrdiff_t ldx, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
+{
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const REAL *row = x + k * ldx;
+        if (FMHA_NAME(all_finite)(1, width, row, ldx)) continue;
+        for (ptrdiff_t r = 0; r < block->rows; r++) {
+            fmha_block pair = {.b = block->b, .h = block->head[r]};
+            if (FMHA_NAME(removed)(p, &pair, block->query[r], j + k)) continue;
+            for (ptrdiff_t d = 0; d < width; d++)
+                if (row[d] - row[d] != 0) c[r * ldc + d] += a[k * block->queries + r] * row[d];
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------------- forward */
+
+/* Scratch of one thread, in REALs: packed^T (D, queries), scores^T (keys, queries), out (queries, value width), values
+ * (keys, value width) where they must be copied, three vectors of queries. */
+static ptrdiff_t FMHA_NAME(forward_scratch)(const fmha_problem *p)
+{
+    ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
+    return (p->D + TILE_KEYS + value_width + 3) * BLOCK_ROWS + TILE_KEYS * value_width;
+}
+
+/* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
+ * that was summed before must be multiplied by. */
+static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s,
+                                                                             REAL *peak, REAL *total, REAL *scale)
+{
+    VEC shift[MICRO_VECTORS], sum[MICRO_VECTORS][2];       /* even and odd keys apart: shorter sums err less */
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) shift[v] = v_load(peak + v * LANES);
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            VEC score = v_load(s + k * ld + v * LANES);
+            shift[v] = v_max(score, shift[v]);
+        }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        VEC before = v_load(peak + v * LANES);
+        v_store(peak + v * LANES, shift[v]);
+        shift[v] = v_select(v_equal(shift[v], v_splat(NEGATIVE_INFINITY)), v_splat(0), shift[v]);
+        VEC shrink = FMHA_NAME(exp)(before - shift[v]);
+        v_store(scale + v * LANES, shrink);
+        v_store(total + v * LANES, v_load(total + v * LANES) * shrink);
+        sum[v][0] = sum[v][1] = v_splat(0);
+    }
+    for (ptrdiff_t k = 0; k < n; k += 2)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) {
+                if (k + odd == n) break;
+                REAL *at = s + (k + odd) * ld + v * LANES;
+                VEC e = FMHA_NAME(exp)(v_load(at) - shift[v]);
+                v_store(at, e);
+                sum[v][odd] = sum[v][odd] + e;
+            }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+        v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
+}
+
+/* One block against all its keys, the probabilities multiplied by `factor`. Returns whether the result is finite; careful:
+ * the firewall's path, see below. */
+static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful, REAL factor)
+{
+    const fmha_problem *p = &t->p;
+    ptrdiff_t queries = block->queries, value_width = block->value_width, ldk = p->k.stride[2], ldv;
+    REAL *packed = scratch, *s = packed + p->D * BLOCK_ROWS, *out = s + TILE_KEYS * BLOCK_ROWS;
+    REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS;
+    REAL *copy = scale + BLOCK_ROWS;
+    const REAL *keys = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1];
+    const REAL *values = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1];
+    FMHA_NAME(pack_transposed)(block, &p->q, p->D, (REAL)p->scale, packed);
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        peak[q] = NEGATIVE_INFINITY;
+        total[q] = 0;
+    }
+    memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
+    /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
+    for (ptrdiff_t start = block->j0 / TILE_KEYS * TILE_KEYS; start < block->j1; start += TILE_KEYS) {
+        ptrdiff_t j = start, n = block->j1 - j < TILE_KEYS ? block->j1 - j : TILE_KEYS;
+        /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+        FMHA_NAME(product_rows)(n, queries, p->D, keys + j * ldk, ldk, packed, queries, s, queries);
+        int touched = FMHA_NAME(touched)(p, block, j, n);
+        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, block, j, n, s, NULL);
+        for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
+            ptrdiff_t vectors = (queries - q) / LANES;
+            if (vectors >= MICRO_VECTORS)
+                FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, queries, s + q, peak + q, total + q, scale + q);
+            else
+                for (ptrdiff_t v = 0; v < vectors; v++)
+                    FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
+                                               scale + q + v * LANES);
+        }
+        if (factor != 1)
+            for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
+        /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
+        const REAL *rows = FMHA_NAME(whole_rows)(values + j * p->v.stride[2], p->v.stride[2], n, p->Dv, !(careful && touched), copy, &ldv);
+        FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, scale);
+        if (careful && touched)
+            FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values + j * p->v.stride[2], p->v.stride[2], p->Dv, out, value_width);
+    }
+    return FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+}
+
+/* The block's rows of out and lse from its sums; with a factor other than 1 only rows of out that are not finite yet. */
+static void FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const REAL *scratch, REAL factor)
+{
+    const fmha_problem *p = &t->p;
+    const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *peak = out + block->value_width * BLOCK_ROWS;
+    const REAL *total = peak + BLOCK_ROWS;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = (REAL *)t->out.data + block->b * t->out.stride[0] + block->head[r] * t->out.stride[1]
+                   + block->query[r] * t->out.stride[2];
+        if (factor != 1 && FMHA_NAME(all_finite)(1, p->Dv, to, p->Dv)) continue;
+        memcpy(to, out + r * block->value_width, (size_t)p->Dv * sizeof(REAL));
+        FMHA_NAME(divide_row)(p->Dv, to, total[r]);
+        if (factor != 1)
+            for (ptrdiff_t d = 0; d < p->Dv; d++) to[d] /= factor;
+        if (t->lse)
+            ((REAL *)t->lse)[(block->b * p->H + block->head[r]) * p->Lq + block->query[r]]
+                = total[r] == 0 ? NEGATIVE_INFINITY : (peak[r] == NEGATIVE_INFINITY ? 0 : peak[r]) + REAL_LOG(total[r]);
+    }
+}
+
+/* Sums of large finite values may overflow before the division: rows that are not finite again, with probabilities so
+ * small that no sum can. */
+static void FMHA_NAME(large_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch)
+{
+    REAL factor = (REAL)0.5;
+    for (ptrdiff_t n = 1; n < t->p.Lk; n *= 2) factor /= 2;
+    FMHA_NAME(forward_block)(t, block, scratch, 1, factor);
+    FMHA_NAME(write_block)(t, block, scratch, factor);
+}
+
+/* Item: one block of rows of one group. The firewall costs finite input nothing: only where a NaN or Inf shows in the
+ * result is the block done again, with zeros for what is not finite in partly removed tiles and the allowed pairs added;
+ * rows that attend none of it get the same bits as ever. */
+static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_tiled *t = context;
+    const fmha_problem *p = &t->p;
+    REAL *scratch = (REAL *)(t->scratch + worker * t->scratch_size);
+    FMHA_NAME(rows) block;
+    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + t->block_rows - 1) / t->block_rows;
+    ptrdiff_t first = (blocks - 1 - item % blocks) * t->block_rows;       /* the longest causal rows start first */
+    ptrdiff_t rows = group_rows - first < t->block_rows ? group_rows - first : t->block_rows;
+    FMHA_NAME(block_rows)(p, &block, item / blocks / p->Hkv, item / blocks % p->Hkv, first, rows);
+    int finite = FMHA_NAME(forward_block)(t, &block, scratch, 0, 1) || FMHA_NAME(forward_block)(t, &block, scratch, 1, 1);
+    FMHA_NAME(write_block)(t, &block, scratch, 1);
+    if (!finite) FMHA_NAME(large_rows)(t, &block, scratch);
+}
+
+/* ------------------------------------------------------------------------------------------------------------ backward
+ *
+ * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
+ * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block, so that one
+ * pass over a head (mode FMHA_WHOLE) and two passes, over key tiles for dK and dV and over blocks for dQ, give the same
+ * bits: the second way recomputes scores, for when there are fewer heads than threads. */
+
+/* Packed operands of one block: q^T scaled (D, queries), grad_out^T (Dv, queries), lse and delta (queries). */
+typedef struct {
+    REAL *q, *grad_out, *lse, *delta;
+} FMHA_NAME(packed);
+
+/* Scratch of one thread, in REALs; rows: of the packed operands and of grad_q that are kept at a time. */
+static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
+{
+    ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    ptrdiff_t rows = mode == FMHA_WHOLE ? ROUND_UP(p->H / p->Hkv * p->Lq, BLOCK_ROWS) + BLOCK_ROWS : BLOCK_ROWS;
+    return rows * (p->D + p->Dv + width + 2)                    /* packed operands, grad_q */
+           + TILE_KEYS * BLOCK_ROWS * 3                         /* scores, grad_scores, slopes */
+           + TILE_KEYS * (2 * width + value_width)              /* grad_k, copy of k; grad_v */
+           + BLOCK_ROWS * (width + value_width);                /* copies of q and grad_out */
+}
+
+typedef struct {
+    const fmha_tiled *t;
+    REAL *scores, *grad_scores, *slopes, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
+    int q_finite, k_finite, grad_out_finite;
+} FMHA_NAME(backward);
+
+static inline const REAL *FMHA_NAME(row_of)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    return (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2];
+}
+
+static void FMHA_NAME(prepare_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to)
+{
+    const fmha_problem *p = &t->p;
+    FMHA_NAME(pack_transposed)(block, &p->q, p->D, (REAL)p->scale, to->q);
+    FMHA_NAME(pack_transposed)(block, &t->grad_out, p->Dv, 1, to->grad_out);
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        to->lse[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
+        to->delta[r] = 0;
+        if (r >= block->rows) continue;
+        REAL lse = ((const REAL *)t->lse)[(block->b * p->H + block->head[r]) * p->Lq + block->query[r]];
+        if (lse != NEGATIVE_INFINITY) to->lse[r] = lse;
+        const REAL *g = FMHA_NAME(row_of)(&t->grad_out, block, r), *o = FMHA_NAME(row_of)(&t->out, block, r);
+        VEC sum = v_splat(0);
+        for (ptrdiff_t d = 0; d < p->Dv; d += LANES) sum = sum + v_load_n(g + d, p->Dv - d, 0) * v_load_n(o + d, p->Dv - d, 0);
+        to->delta[r] = FMHA_NAME(sum)(sum);
+    }
+}
+
+/* The block's rows of x (q or grad_out) as rows of whole vectors: where they lie if they are one head's, or copied. */
+static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width, int finite, REAL *copy,
+                                           ptrdiff_t *ld)
+{
+    ptrdiff_t whole = ROUND_UP(width, LANES);
+    if (finite && whole == width && block->head[0] == block->head[block->rows - 1]) {
+        *ld = x->stride[2];
+        return FMHA_NAME(row_of)(x, block, 0);
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        for (ptrdiff_t d = 0; d < width; d++) copy[r * whole + d] = finite || row[d] - row[d] == 0 ? row[d] : 0;
+        for (ptrdiff_t d = width; d < whole; d++) copy[r * whole + d] = 0;
+    }
+    *ld = whole;
+    return copy;
+}
+
+/* c[k, :] += a[k, r] * x_r for the non-finite rows x_r of the block, allowed pairs only. */
+static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
+                                      const fmha_array *x, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
+{
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
+        fmha_block pair = {.b = block->b, .h = block->head[r]};
+        for (ptrdiff_t k = 0; k < n; k++) {
+            if (FMHA_NAME(removed)(p, &pair, block->query[r], j + k)) continue;
+            for (ptrdiff_t d = 0; d < width; d++)
+                if (row[d] - row[d] != 0) c[k * ldc + d] += a[k * block->queries + r] * row[d];
+        }
+    }
+}
+
+/* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever lse, dP and delta are. */
+static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
+    const int vectors, const int masked, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g, const REAL *slope, const REAL *lse_at,
+    const REAL *delta_at)
+{
+    VEC lse[MICRO_VECTORS], delta[MICRO_VECTORS], gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        lse[v] = v_load(lse_at + v * LANES);
+        delta[v] = v_load(delta_at + v * LANES);
+    }
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            ptrdiff_t at = k * ld + v * LANES;
+            VEC score = v_load(s + at), y = FMHA_NAME(exp)(score - lse[v]), d = y * (v_load(g + at) - delta[v]);
+            if (masked) {
+                IVEC removed = v_equal(score, gone);
+                y = v_select(removed, zero, y);
+                if (slope) d = d * v_load(slope + at);
+                d = v_select(removed, zero, d);
+            }
+            v_store(s + at, y);
+            v_store(g + at, d);
+        }
+}
+
+/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
+ * latter two without the factor scale; NULL where not wanted. */
+static void FMHA_NAME(pair)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
+                            ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+{
+    const fmha_tiled *t = w->t;
+    const fmha_problem *p = &t->p;
+    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
+    ptrdiff_t ldk = p->k.stride[2], ldv = p->v.stride[2];
+    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
+    REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL;
+    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+    FMHA_NAME(product_rows)(n, queries, p->D, k, ldk, packed->q, queries, s, queries);
+    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
+    FMHA_NAME(product_rows)(n, queries, p->Dv, v, ldv, packed->grad_out, queries, g, queries);
+    int touched = FMHA_NAME(touched)(p, block, j, n), masked = touched || slope;
+    if (masked) FMHA_NAME(mask_tile)(p, block, j, n, s, slope);
+    for (ptrdiff_t q = 0; q < queries;) {
+        ptrdiff_t vectors = (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
+        REAL *slope_q = slope ? slope + q : NULL;
+        if (vectors == MICRO_VECTORS && !masked)
+            FMHA_NAME(gradient_columns)(MICRO_VECTORS, 0, n, queries, s + q, g + q, NULL, packed->lse + q, packed->delta + q);
+        else if (vectors == MICRO_VECTORS)
+            FMHA_NAME(gradient_columns)(MICRO_VECTORS, 1, n, queries, s + q, g + q, slope_q, packed->lse + q, packed->delta + q);
+        else
+            FMHA_NAME(gradient_columns)(1, 1, n, queries, s + q, g + q, slope_q, packed->lse + q, packed->delta + q);
+        q += vectors * LANES;
+    }
+    if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
+        int finite = w->grad_out_finite || !touched;
+        const REAL *rows = FMHA_NAME(block_matrix)(&t->grad_out, block, p->Dv, finite, w->copy_grad_out, &ld);
+        FMHA_NAME(product_rows_add)(n, value_width, block->rows, s, queries, rows, ld, grad_v, value_width);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &t->grad_out, p->Dv, grad_v, value_width);
+    }
+    if (grad_k) {       /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
+        int finite = w->q_finite || !touched;
+        const REAL *rows = FMHA_NAME(block_matrix)(&p->q, block, p->D, finite, w->copy_q, &ld);
+        FMHA_NAME(product_rows_add)(n, width, block->rows, g, queries, rows, ld, grad_k, width);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, grad_k, width);
+    }
+    if (grad_q) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
+        int finite = w->k_finite || !touched;
+        const REAL *rows = FMHA_NAME(whole_rows)(k, ldk, n, p->D, finite, w->copy_k, &ld);
+        FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
+        if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, k, ldk, p->D, grad_q, width);
+    }
+}
+
+/* grad rows <- factor * sums. */
+static void FMHA_NAME(write_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
+                                  ptrdiff_t stride)
+{
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = factor * from[i * ld + d];
+}
+
+/* Item: a key/value head (FMHA_WHOLE), one tile of its keys (FMHA_KEYS) or one block of its group's rows (FMHA_QUERIES). */
+static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_tiled *t = context;
+    const fmha_problem *p = &t->p;
+    const int mode = t->mode;
+    ptrdiff_t group = p->H / p->Hkv, all_rows = group * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    ptrdiff_t blocks = (all_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tiles = (p->Lk + TILE_KEYS - 1) / TILE_KEYS;
+    ptrdiff_t first_block = 0, last_block = blocks, first_tile = 0, last_tile = tiles, pair = item;
+    if (mode == FMHA_KEYS) {
+        pair = item / tiles;
+        first_tile = item % tiles;
+        last_tile = first_tile + 1;
+    } else if (mode == FMHA_QUERIES) {
+        pair = item / blocks;
+        first_block = blocks - 1 - item % blocks;
+        last_block = first_block + 1;
+    }
+    ptrdiff_t b = pair / p->Hkv, hkv = pair % p->Hkv, kept = mode == FMHA_WHOLE ? blocks : 1;
+    REAL *next = (REAL *)(t->scratch + worker * t->scratch_size);
+    FMHA_NAME(backward) w = {.t = t};
+    FMHA_NAME(packed) packed;
+#define TAKE(pointer, n) pointer = next; next += (n)
+    TAKE(w.scores, TILE_KEYS * BLOCK_ROWS);
+    TAKE(w.grad_scores, TILE_KEYS * BLOCK_ROWS);
+    TAKE(w.slopes, TILE_KEYS * BLOCK_ROWS);
+    TAKE(w.grad_k, TILE_KEYS * width);
+    TAKE(w.grad_v, TILE_KEYS * value_width);
+    TAKE(w.copy_k, TILE_KEYS * width);
+    TAKE(w.copy_q, BLOCK_ROWS * width);
+    TAKE(w.copy_grad_out, BLOCK_ROWS * value_width);
+    REAL *grad_q;
+    TAKE(grad_q, kept * BLOCK_ROWS * width);
+    TAKE(packed.q, kept * BLOCK_ROWS * p->D);
+    TAKE(packed.grad_out, kept * BLOCK_ROWS * p->Dv);
+    TAKE(packed.lse, kept * BLOCK_ROWS);
+    TAKE(packed.delta, kept * BLOCK_ROWS);
+#undef TAKE
+    const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
+    ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
+    w.q_finite = w.grad_out_finite = 1;
+    w.k_finite = FMHA_NAME(all_finite)(valid, p->D, keys, p->k.stride[2]);
+    for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
+        const REAL *q = (const REAL *)p->q.data + b * p->q.stride[0] + h * p->q.stride[1];
+        const REAL *g = (const REAL *)t->grad_out.data + b * t->grad_out.stride[0] + h * t->grad_out.stride[1];
+        w.q_finite &= FMHA_NAME(all_finite)(p->Lq, p->D, q, p->q.stride[2]);
+        w.grad_out_finite &= FMHA_NAME(all_finite)(p->Lq, p->Dv, g, t->grad_out.stride[2]);
+    }
+    FMHA_NAME(rows) block;
+    if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * BLOCK_ROWS * width) * sizeof(REAL));
+    for (ptrdiff_t tile = first_tile; tile < last_tile; tile++) {
+        ptrdiff_t j = tile * TILE_KEYS, n = p->Lk - j < TILE_KEYS ? p->Lk - j : TILE_KEYS;
+        if (mode != FMHA_QUERIES) {
+            memset(w.grad_k, 0, (size_t)(n * width) * sizeof(REAL));
+            memset(w.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+        }
+        for (ptrdiff_t x = first_block; x < last_block; x++) {
+            ptrdiff_t rows = all_rows - x * BLOCK_ROWS < BLOCK_ROWS ? all_rows - x * BLOCK_ROWS : BLOCK_ROWS;
+            FMHA_NAME(block_rows)(p, &block, b, hkv, x * BLOCK_ROWS, rows);
+            ptrdiff_t at = mode == FMHA_WHOLE ? x * BLOCK_ROWS : 0;
+            FMHA_NAME(packed) own = {packed.q + at * p->D, packed.grad_out + at * p->Dv, packed.lse + at, packed.delta + at};
+            if (mode == FMHA_KEYS || tile == first_tile) FMHA_NAME(prepare_block)(t, &block, &own);
+            ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+            if (low >= high) continue;
+            FMHA_NAME(pair)(&w, &block, &own, low, high - low, mode == FMHA_QUERIES ? NULL : w.grad_k + (low - j) * width,
+                            mode == FMHA_QUERIES ? NULL : w.grad_v + (low - j) * value_width,
+                            mode == FMHA_KEYS ? NULL : grad_q + at * width);
+        }
+        if (mode != FMHA_QUERIES) {
+            REAL *to_k = (REAL *)t->grad_k.data + b * t->grad_k.stride[0] + hkv * t->grad_k.stride[1] + j * t->grad_k.stride[2];
+            REAL *to_v = (REAL *)t->grad_v.data + b * t->grad_v.stride[0] + hkv * t->grad_v.stride[1] + j * t->grad_v.stride[2];
+            FMHA_NAME(write_rows)(n, p->D, (REAL)p->scale, w.grad_k, width, to_k, t->grad_k.stride[2]);
+            FMHA_NAME(write_rows)(n, p->Dv, 1, w.grad_v, value_width, to_v, t->grad_v.stride[2]);
+        }
+    }
+    if (mode == FMHA_KEYS) return;
+    for (ptrdiff_t x = first_block; x < last_block; x++)
+        for (ptrdiff_t r = x * BLOCK_ROWS; r < (x + 1) * BLOCK_ROWS && r < all_rows; r++) {
+            REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + (hkv * group + r / p->Lq) * t->grad_q.stride[1]
+                       + r % p->Lq * t->grad_q.stride[2];
+            FMHA_NAME(write_rows)(1, p->D, (REAL)p->scale, grad_q + (r - (mode == FMHA_WHOLE ? 0 : x * BLOCK_ROWS)) * width, width, to, 0);
+        }
+}
