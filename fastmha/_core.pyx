@@ -363,12 +363,13 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     """One block of query rows of one head: S <- scale Q K^T, P <- softmax(S), O <- P V."""
     cdef Heads *c = <Heads *>context
     cdef fmha_problem *p = &c.p
-    cdef fmha_block block, row
+    cdef fmha_block block
     cdef ptrdiff_t size = c.itemsize, j0, j1, i, hkv
     cdef char *scores = c.scratch + worker * c.scratch_size
     cdef char *row_sum = scores + c.rows * c.ld * size
     cdef char *lse = NULL
     cdef char *out
+    cdef char *again
     cdef double factor
     # The last rows of a causal head have the most keys: they start first.
     block.i0 = (c.blocks - 1 - item % c.blocks) * c.rows
@@ -406,15 +407,20 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
         for i in range(64):
             if factor * p.Lk > 0.5:
                 factor /= 2
-        row = block
-        row.rows = 1
-        for i in range(block.rows if c.weights.data == NULL else 0):
-            if not c.kernels.all_finite(1, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv):
-                row.i0 = block.i0 + i
+        if c.weights.data == NULL and not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
+            again = <char *>PyMem_RawMalloc(block.rows * p.Dv * size)
+            if again == NULL:
+                c.failed = 1
+                return
+            for i in range(block.rows):
                 c.kernels.multiply(block.cols, scores + i * block.ld * size, factor)
-                c.kernels.multiply(1, row_sum + i * size, factor)
-                product(c, &row, False, 1, scores + i * block.ld * size, head(&p.v, block.b, hkv, j0, size),
-                        leading(&p.v, p.Dv), p.Dv, 0, out + i * leading(&c.out, p.Dv) * size, leading(&c.out, p.Dv), False)
+            product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, again, p.Dv,
+                    False)
+            for i in range(block.rows):
+                if not c.kernels.all_finite(1, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv):
+                    c.kernels.copy_rows(1, p.Dv, again + i * p.Dv * size, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv)
+                    c.kernels.multiply(1, row_sum + i * size, factor)
+            PyMem_RawFree(again)
     if c.weights.data == NULL:
         c.kernels.divide_rows(block.rows, p.Dv, out, leading(&c.out, p.Dv), row_sum)
 

@@ -313,7 +313,18 @@ def split_heads(x: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def combine_heads(x: np.ndarray) -> np.ndarray:
-    """Heads (B, H, L, D) as (B, L, H·D): the inverse of `split_heads`, a view where x is one of its views, else a copy."""
+    """Heads (B, H, L, D) as (B, L, H·D): the inverse of `split_heads`.
+
+    Parameters
+    ----------
+    x : (B, H, L, D) array
+        Any strides.
+
+    Returns
+    -------
+    (B, L, H·D) array
+        A view where x is a view made by `split_heads`, else a copy.
+    """
     x = np.asarray(x)
     if x.ndim != 4:
         raise ValueError(f"x must have 4 axes (B, H, L, D), got shape {x.shape}")

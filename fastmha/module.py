@@ -119,12 +119,13 @@ class AttentionModule:
             view = self._view(name)
             if view is None:
                 raise ValueError(f"{name} cannot be assigned: the module has no biases (use_bias=False)")
-            array = np.asarray(value)
+            array = validate.as_array(name, value)
             if array.dtype.kind not in "fiub":
                 raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}")
             if array.shape != view.shape:
                 raise ValueError(f"{name} must have shape {view.shape}, got {array.shape}")
-            checked[name] = array
+            shared = any(np.may_share_memory(array, own) for own in self._arrays())
+            checked[name] = array.copy() if shared else array
         for name, array in checked.items():
             self._view(name)[...] = array
 
@@ -144,8 +145,10 @@ class AttentionModule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy all parameters in. ValueError (and nothing changed) if a name is missing, unknown, or a shape is wrong."""
+        if not isinstance(state, dict):
+            raise TypeError(f"state must be a dict, got {type(state).__name__}")
         missing = [name for name in self._names() if name not in state]
-        unknown = [name for name in state if name not in self._names()]
+        unknown = [str(name) for name in state if name not in self._names()]
         if missing or unknown:
             said = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
             raise ValueError(f"state must hold {', '.join(self._names())}: {'; '.join(said)}")
@@ -176,6 +179,10 @@ class AttentionModule:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        for name in ("_W_in", "_W_out", "_b_in", "_b_out"):     # pickles may bring memory that can never be writable
+            array = getattr(self, name)
+            if array is not None and not array.flags.owndata:
+                setattr(self, name, array.copy())
         if self._frozen:
             self.freeze()
 
@@ -310,7 +317,7 @@ class AttentionModule:
             self.grad_context = np.empty(kept.context.shape, self.dtype)
             self._input_gradients(kept.context, grad_projected[1], slice(q_end, None), self.grad_context, workers)
         if self.use_bias:
-            np.add.reduce(_rows(g), axis=0, out=grads["b_out"])
+            _sum_rows(g, grads["b_out"])
         return grad_X
 
     def _input_gradients(self, x: np.ndarray, grad: np.ndarray, columns: slice, grad_x: np.ndarray, workers: int) -> None:
@@ -321,12 +328,18 @@ class AttentionModule:
         # grad_x (B, L, d_model) <- grad @ W.T: over Q|K|V side by side this is the sum of three input gradients
         algorithms.product(_rows(grad), self._W_in[:, columns], _rows(grad_x), workers, trans_b=True, blas=blas)
         if self.use_bias:
-            np.add.reduce(_rows(grad), axis=0, out=self._grads["b_in"][columns])
+            _sum_rows(grad, self._grads["b_in"][columns])
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
     """(B, L, width) as the matrix (B·L, width)."""
     return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
+
+
+def _sum_rows(x: np.ndarray, out: np.ndarray) -> None:
+    """out (width) <- the sum of all rows of x (B, L, width)."""
+    with np.errstate(all="ignore"):     # inf - inf is NaN here as in every product, without a warning
+        np.add.reduce(_rows(x), axis=0, out=out)
 
 
 def _split(x: np.ndarray, num_heads: int) -> np.ndarray:

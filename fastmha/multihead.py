@@ -67,7 +67,7 @@ class MultiHeadAttention(AttentionModule):
 
     def __init__(self, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, use_bias: bool = False,
                  dtype: Any = np.float32, layout: str = "auto", algorithm: str = "auto", rng: Any = None) -> None:
-        d_model = validate.integer("d_model", d_model, 1)
+        d_model = validate.size("d_model", d_model)
         num_heads = validate.integer("num_heads", num_heads, 1)
         if d_model % num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads, got d_model {d_model} and num_heads {num_heads}")

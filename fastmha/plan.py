@@ -198,6 +198,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) ->
     name, reasons = choose(problem, algorithm, backward)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     copied = problem.bytes_copied
+    if name == "blas":
         rows, keys = min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq)), Lk
         copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
         scratch = _core.blas_scratch(problem, rows, backward)

@@ -46,7 +46,7 @@ class SelfAttention(AttentionModule):
     def __init__(self, d_model: int, d_k: int, d_v: int, d_out: int | None = None, *, use_bias: bool = True,
                  dtype: Any = np.float32, rng: Any = None) -> None:
         sizes = {"d_model": d_model, "d_k": d_k, "d_v": d_v, "d_out": d_model if d_out is None else d_out}
-        d_model, self.d_k, self.d_v, self.d_out = (validate.integer(name, n, 1) for name, n in sizes.items())
+        d_model, self.d_k, self.d_v, self.d_out = (validate.size(name, n) for name, n in sizes.items())
         super().__init__(d_model, 1, 1, self.d_k, self.d_v, self.d_out, validate.flag("use_bias", use_bias), dtype, "strided",
                          "auto", rng)
 

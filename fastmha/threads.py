@@ -20,6 +20,7 @@ _BLAS_NAMES = (
     ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
     ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
 )
+_MOST = 1024                    # threads of one call; more than any item list needs
 _chosen: int | None = None      # by set_num_threads
 _default: int | None = None     # from the environment and the machine, read once
 
@@ -28,16 +29,32 @@ def set_num_threads(num_threads: int | None) -> None:
     """Set the number of threads for all calls that do not name one; None goes back to the default.
 
     The default is FASTMHA_NUM_THREADS, else OMP_NUM_THREADS, else the number of CPUs this process may use.
+
+    Parameters
+    ----------
+    num_threads : int or None
+        At least 1; more than 1024 is 1024.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If it is not a positive integer.
     """
     global _chosen, _default
     if num_threads is None:
         _chosen = _default = None
     else:
-        _chosen = validate.integer("num_threads", num_threads, 1)
+        _chosen = min(validate.integer("num_threads", num_threads, 1), _MOST)
 
 
 def get_num_threads() -> int:
-    """The number of threads of calls that do not name one."""
+    """The number of threads of calls that do not name one.
+
+    Returns
+    -------
+    int
+        What `set_num_threads` set, else the default.
+    """
     return resolve(None)
 
 
@@ -45,11 +62,11 @@ def resolve(num_threads: int | None) -> int:
     """The threads of one call: its own argument, else set_num_threads(), else the default."""
     global _default
     if num_threads is not None:
-        return min(validate.integer("num_threads", num_threads, 1), 1024)
+        return min(validate.integer("num_threads", num_threads, 1), _MOST)
     if _chosen is not None:
         return _chosen
     if _default is None:
-        _default = _environment_threads()
+        _default = min(_environment_threads(), _MOST)
     return _default
 
 

@@ -55,6 +55,14 @@ def integer(name: str, value: Any, minimum: int | None = None) -> int:
     return int(value)
 
 
+def size(name: str, value: Any) -> int:
+    """value as a width of a module: an int from 1 to what BLAS can take beside two more of its kind."""
+    value = integer(name, value, 1)
+    if value > LARGEST // 3:
+        raise ValueError(f"{name} must be at most {LARGEST // 3}, got {value}")
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
