@@ -47,7 +47,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
                                  ptrdiff_t) noexcept nogil
         void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
-        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *, const fmha_array *,
+        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *,
+                                     const fmha_array *,
                                      const fmha_array *) noexcept nogil
         void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
@@ -64,7 +65,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*decode_scratch)(const fmha_problem *, ptrdiff_t *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
-        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
+        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
+                     void *,
                      ptrdiff_t, const void *, void *) noexcept nogil
         ptrdiff_t (*gemm_scratch)() noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
@@ -90,6 +92,8 @@ cdef extern from "csrc/blas_threads.h" nogil:
     int fmha_blas_threads_bound()
     int fmha_blas_enter()
     void fmha_blas_leave(int)
+    void fmha_blas_item_begin()
+    void fmha_blas_item_end()
     int fmha_blas_held()
 
 
@@ -191,15 +195,30 @@ cdef class Scratch:
         PyMem_RawFree(self.memory)
 
 
+ctypedef struct Guarded:
+    fmha_task task
+    void *context
+
+
+cdef void guarded_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+    """An item that calls BLAS: no fork happens meanwhile."""
+    cdef Guarded *c = <Guarded *>context
+    fmha_blas_item_begin()
+    c.task(c.context, item, worker)
+    fmha_blas_item_end()
+
+
 cdef int run(fmha_task task, void *context, ptrdiff_t items, int threads) noexcept nogil:
     """The items side by side with BLAS held at one thread; where it cannot be, one after the other under a lock."""
     cdef int held = fmha_blas_enter(), used = 1
     cdef ptrdiff_t item
+    cdef Guarded guarded
+    guarded.task, guarded.context = task, context
     if held:
-        used = fmha_pool_run(task, context, items, threads)
+        used = fmha_pool_run(guarded_item, &guarded, items, threads)
     else:
         for item in range(items):
-            task(context, item, 0)
+            guarded_item(&guarded, item, 0)
     fmha_blas_leave(held)
     return used
 
@@ -401,12 +420,11 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
         product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
                 leading(&c.out, p.Dv), False)
-        # Sums of large finite values may overflow before the division: such rows again, with probabilities so small that
-        # no sum can; a power of 2 leaves the bits of what was finite.
+        # Sums of large finite values may overflow before the division: such rows again, with probabilities so small
+        # that no sum can; a power of 2 leaves the bits of what was finite.
         factor = 0.5
-        for i in range(64):
-            if factor * p.Lk > 0.5:
-                factor /= 2
+        while factor * p.Lk > 0.5:
+            factor /= 2
         if c.weights.data == NULL and not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
             again = <char *>PyMem_RawMalloc(block.rows * p.Dv * size)
             if again == NULL:
@@ -414,11 +432,12 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
                 return
             for i in range(block.rows):
                 c.kernels.multiply(block.cols, scores + i * block.ld * size, factor)
-            product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, again, p.Dv,
-                    False)
+            product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0,
+                    again, p.Dv, False)
             for i in range(block.rows):
                 if not c.kernels.all_finite(1, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv):
-                    c.kernels.copy_rows(1, p.Dv, again + i * p.Dv * size, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv)
+                    c.kernels.copy_rows(1, p.Dv, again + i * p.Dv * size, p.Dv,
+                                        out + i * leading(&c.out, p.Dv) * size, p.Dv)
                     c.kernels.multiply(1, row_sum + i * size, factor)
             PyMem_RawFree(again)
     if c.weights.data == NULL:
@@ -644,7 +663,7 @@ def decode_forward(Problem problem, out, lse, int threads):
         fmha_pool_run(kernels.decode_merge, &c, heads, threads)
 
 
-# -------------------------------------------------------------------------------------------- projections and row functions
+# ---------------------------------------------------------------------------------------- projections and row functions
 
 ctypedef struct Product:
     const fmha_kernels *kernels

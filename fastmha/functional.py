@@ -157,8 +157,9 @@ def attention_backward(
     workers = threads.resolve(num_threads)
     grad_out, out = validate.usable(grad_out)[0], validate.usable(out)[0]
     grads = [np.empty(shape(*s), dtype) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))]
-    algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, "CA"), _by_head(grad_out, layout),
-                        *(_by_head(g, layout) for g in grads), workers)
+    grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
+    algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")), _by_head(grad_out, layout),
+                        grad_q, grad_k, grad_v, workers)
     return grads[0], grads[1], grads[2]
 
 
@@ -360,8 +361,8 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     output : (B, Lq, d_v_model) array
     weights : (B, H, Lq, Lk) array
     """
-    heads = _textbook_heads({"Q": Q, "K": K, "V": V}, num_heads)
-    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
+    q, k, v = _textbook_heads({"Q": Q, "K": K, "V": V}, num_heads)
+    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, Lk, _, Dv = problem.shape
     output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
     algorithms.blas_forward(problem, split_heads(output, num_heads), None, weights, threads.resolve(None))
@@ -410,13 +411,14 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
                 raise ValueError(f'weights["b_{letter}"] must have shape ({W.shape[1]},), got {bias.shape}')
             bias = np.require(bias, None, ("C", "A"))
         y = np.empty((*x.shape[:2], W.shape[1]), x.dtype)
-        algorithms.product(np.require(x, None, "CA").reshape(x.shape[0] * x.shape[1], W.shape[0]), np.require(W, None, "CA"),
-                           y.reshape(x.shape[0] * x.shape[1], W.shape[1]), workers, bias=bias)
+        rows = x.shape[0] * x.shape[1]
+        algorithms.product(np.require(x, None, ("C", "A")).reshape(rows, W.shape[0]), np.require(W, None, ("C", "A")),
+                           y.reshape(rows, W.shape[1]), workers, bias=bias)
         return y
 
     Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
-    heads = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
-    problem = validate.attention_problem(*heads, "BHLD", mask, False, None, None, None, None, None)
+    q, k, v = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
+    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)
     algorithms.forward(choose(problem, "auto")[0], problem, split_heads(concat, num_heads), None, workers)

@@ -12,6 +12,8 @@ static SRWLOCK guard = SRWLOCK_INIT, product = SRWLOCK_INIT;
 #define WATCH_FORKS() ((void)0)
 #else
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER, product = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static void watch_forks(void);
@@ -87,15 +89,43 @@ int fmha_blas_held(void)
     return count;
 }
 
-#ifndef _WIN32
-/* Held across the fork, so that the child's copy of the count and of the BLAS library's own setting is not half written. */
-static void before_fork(void) { LOCK(&guard); }
+#ifdef _WIN32
+void fmha_blas_item_begin(void) {}
+void fmha_blas_item_end(void) {}
+#else
+static atomic_int items, forking;   /* items under way; forks that wait for them or are under way */
 
-static void in_parent(void) { UNLOCK(&guard); }
+void fmha_blas_item_begin(void)
+{
+    for (;;) {
+        atomic_fetch_add(&items, 1);
+        if (!atomic_load(&forking)) return; /* in this order: a fork that begins now sees the item */
+        atomic_fetch_sub(&items, 1);
+        while (atomic_load(&forking)) sched_yield();
+    }
+}
+
+void fmha_blas_item_end(void) { atomic_fetch_sub(&items, 1); }
+
+/* Held across the fork, so that the child's copy of the count and of the BLAS library's own setting is not half written. */
+static void before_fork(void)
+{
+    atomic_fetch_add(&forking, 1);
+    while (atomic_load(&items)) sched_yield();
+    LOCK(&guard);
+}
+
+static void in_parent(void)
+{
+    UNLOCK(&guard);
+    atomic_fetch_sub(&forking, 1);
+}
 
 static void in_child(void)
 {
     guard = product = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    atomic_store(&items, 0);
+    atomic_store(&forking, 0);
     inside = 0;
     if (restore_threads)
         restore_threads(saved);

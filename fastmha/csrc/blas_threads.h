@@ -15,6 +15,11 @@ int fmha_blas_threads_bound(void);
 int fmha_blas_enter(void);
 void fmha_blas_leave(int held);
 
+/* Around every item that calls BLAS, between enter and leave: a fork waits until none is under way (milliseconds, not a
+ * whole run), because a child must not inherit a lock of the BLAS library's own. */
+void fmha_blas_item_begin(void);
+void fmha_blas_item_end(void);
+
 /* How many are inside now, for tests. */
 int fmha_blas_held(void);
 
