@@ -32,6 +32,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         fmha_problem p
         fmha_array out
         char *lse
+        char *weights
         fmha_array grad_out, grad_q, grad_k, grad_v
         int mode
         char *scratch
@@ -60,6 +61,8 @@ cdef extern from "csrc/fastmha.h" nogil:
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
         void (*decode)(void *, ptrdiff_t, int) noexcept nogil
         void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*decode_scratch)(const fmha_problem *, ptrdiff_t *) noexcept nogil
@@ -561,8 +564,9 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
 
 # -------------------------------------------------------------------------------------------------- algorithm "tiled"
 
-def tiled_forward(Problem problem, out, lse, ptrdiff_t block_rows, int threads):
-    """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
+def tiled_forward(Problem problem, out, lse, weights, ptrdiff_t block_rows, int threads):
+    """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
+    C-contiguous or None."""
     cdef fmha_tiled c
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
@@ -574,10 +578,15 @@ def tiled_forward(Problem problem, out, lse, ptrdiff_t block_rows, int threads):
     if c.p.Hkv:
         items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
     threads = max(1, min(threads, items))
-    scratch = Scratch(kernels.forward_scratch(&c.p) * problem.itemsize, threads)
+    if items == 0:
+        return
+    cdef fmha_task task = kernels.tiled_forward if weights is None else kernels.tiled_weights
+    c.weights = pointer(weights, True) if weights is not None else NULL
+    cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if weights is None else kernels.weights_scratch(&c.p)
+    scratch = Scratch(size * problem.itemsize, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
-        fmha_pool_run(kernels.tiled_forward, &c, items, threads)
+        fmha_pool_run(task, &c, items, threads)
 
 
 def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, bint split, int threads):

@@ -50,15 +50,17 @@ def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: 
     _core.blas_backward(_for_blas(problem, pack, threads), out, lse, grad_out, grad_q, grad_k, grad_v, rows, threads)
 
 
-def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, threads: int, pack: bool = False) -> None:
-    """out (B, H, Lq, Dv), lse (B, H, Lq) <- attention by the named algorithm; `pack` is the contiguous layout."""
+def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int,
+            pack: bool = False) -> None:
+    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention by the named algorithm, weights not by
+    "decode"; `pack` is the contiguous layout."""
     if name == "blas":
-        blas_forward(problem, out, lse, None, threads, pack)
+        blas_forward(problem, out, lse, weights, threads, pack)
         return
     if pack:
         problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
     if name == "tiled":
-        _core.tiled_forward(problem, out, lse, tiled_rows(problem), threads)
+        _core.tiled_forward(problem, out, lse, weights, tiled_rows(problem), threads)
     else:
         _core.decode_forward(problem, out, lse, threads)
 

@@ -103,7 +103,7 @@ def attention(
         if not validate.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
-    algorithms.forward(name, problem, _by_head(target, layout), lse, workers)
+    algorithms.forward(name, problem, _by_head(target, layout), lse, None, workers)
     if target is not result:
         result[...] = target
     return (result, lse) if return_lse else result
@@ -249,10 +249,10 @@ def _rows(name: str, x: Any) -> np.ndarray:
 
 
 def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
-    """(out (B, H, Lq, Dv), weights (B, H, Lq, Lk)) by the "blas" algorithm, which has the weights in memory."""
+    """(out (B, H, Lq, Dv), weights (B, H, Lq, Lk)) with the weights in memory."""
     B, H, _, Lq, Lk, _, Dv = problem.shape
     out, weights = np.empty((B, H, Lq, Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
-    algorithms.blas_forward(problem, out, None, weights, workers)
+    algorithms.forward(choose(problem, "auto", weights=True)[0], problem, out, None, weights, workers)
     return out, weights
 
 
@@ -365,7 +365,8 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, Lk, _, Dv = problem.shape
     output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
-    algorithms.blas_forward(problem, split_heads(output, num_heads), None, weights, threads.resolve(None))
+    algorithms.forward(choose(problem, "auto", weights=True)[0], problem, split_heads(output, num_heads), None, weights,
+                       threads.resolve(None))
     return output, weights
 
 
@@ -421,5 +422,5 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)
-    algorithms.forward(choose(problem, "auto")[0], problem, split_heads(concat, num_heads), None, workers)
+    algorithms.forward(choose(problem, "auto")[0], problem, split_heads(concat, num_heads), None, None, workers)
     return project("concat", concat, "O")

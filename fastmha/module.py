@@ -215,9 +215,7 @@ class AttentionModule:
         q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset, key_padding_lengths, window, None,
                                              softcap)
-        name, _ = choose(problem, "blas" if need_weights and self.algorithm == "auto" else self.algorithm)
-        if need_weights and name != "blas":
-            raise ValueError(f'need_weights needs algorithm "auto" or "blas", which has the weights in memory, not "{name}"')
+        name, _ = choose(problem, self.algorithm, weights=need_weights)
         blas = self.algorithm == "blas"
         for x, y, s in zip(sources, projected, slices):
             algorithms.product(_rows(x), self._W_in[:, s], _rows(y), workers,
@@ -227,10 +225,7 @@ class AttentionModule:
         lse = np.empty((B, self._H, L), self.dtype) if training else None
         weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
         heads = _split(concat, self._H)
-        if weights is not None:
-            algorithms.blas_forward(problem, heads, lse, weights, workers, pack=self._pack())
-        else:
-            algorithms.forward(name, problem, heads, lse, workers, pack=self._pack())
+        algorithms.forward(name, problem, heads, lse, weights, workers, pack=self._pack())
         out = np.empty((B, L, self._d_out), self.dtype)
         algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=blas)
         if training and lse is not None:

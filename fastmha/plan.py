@@ -76,7 +76,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def choose(problem: Problem, algorithm: str, backward: bool = False) -> tuple[str, dict[str, str]]:
+def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bool = False) -> tuple[str, dict[str, str]]:
     """The algorithm for a problem, and the reasons for and against each.
 
     Looks at lengths, widths and the instruction set alone: not at the batch size, not at threads, not at values.
@@ -89,6 +89,8 @@ def choose(problem: Problem, algorithm: str, backward: bool = False) -> tuple[st
     against = {}
     if backward:
         against["decode"] = "it has no backward pass"
+    elif weights:
+        against["decode"] = "it cannot return the weights"
     elif rows > DECODE_ROWS_MAX:
         against["decode"] = f"it takes at most {DECODE_ROWS_MAX} query rows a key/value head (Lq * H / Hkv), got {rows}"
     if algorithm != "auto":

@@ -43,6 +43,7 @@ typedef struct {
     fmha_problem p;
     fmha_array out;             /* (B, H, Lq, Dv) */
     char *lse;                  /* (B, H, Lq) contiguous, NULL where a forward pass need not return it */
+    char *weights;              /* (B, H, Lq, Lk) contiguous, tiled_weights only */
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
     int mode;                   /* backward only */
     char *scratch;
@@ -85,6 +86,8 @@ typedef struct {
     /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+    void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*weights_scratch)(const fmha_problem *p);
     /* The decode algorithm: items (b, hkv, chunk of keys), then items (b, hkv). decode_scratch: elements a thread works in,
      * and elements of one chunk's result. */
     void (*decode)(void *context, ptrdiff_t item, int worker);

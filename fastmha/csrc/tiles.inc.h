@@ -333,6 +333,20 @@ static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(con
         v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
 }
 
+static __attribute__((noinline)) void FMHA_NAME(softmax_block)(ptrdiff_t n, ptrdiff_t queries, REAL *s, REAL *peak, REAL *total,
+                                                               REAL *scale)
+{
+    for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
+        ptrdiff_t vectors = (queries - q) / LANES;
+        if (vectors >= MICRO_VECTORS)
+            FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, queries, s + q, peak + q, total + q, scale + q);
+        else
+            for (ptrdiff_t v = 0; v < vectors; v++)
+                FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
+                                           scale + q + v * LANES);
+    }
+}
+
 /* One block against all its keys, the probabilities multiplied by `factor`. Returns whether the result is finite; careful:
  * the firewall's path, see below. */
 static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful, REAL factor)
@@ -357,15 +371,7 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
         FMHA_NAME(product_rows)(n, queries, p->D, keys + j * ldk, ldk, packed, queries, s, queries);
         int touched = FMHA_NAME(touched)(p, block, j, n);
         if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, block, j, n, s, NULL);
-        for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
-            ptrdiff_t vectors = (queries - q) / LANES;
-            if (vectors >= MICRO_VECTORS)
-                FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, queries, s + q, peak + q, total + q, scale + q);
-            else
-                for (ptrdiff_t v = 0; v < vectors; v++)
-                    FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
-                                               scale + q + v * LANES);
-        }
+        FMHA_NAME(softmax_block)(n, queries, s, peak, total, scale);
         if (factor != 1)
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
         /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
@@ -375,6 +381,13 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
             FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values + j * p->v.stride[2], p->v.stride[2], p->Dv, out, value_width);
     }
     return FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+}
+
+static inline void FMHA_NAME(write_lse)(const fmha_tiled *t, const FMHA_NAME(rows) *block, ptrdiff_t r, REAL peak, REAL total)
+{
+    if (!t->lse) return;
+    REAL *lse = (REAL *)t->lse + (block->b * t->p.H + block->head[r]) * t->p.Lq + block->query[r];
+    *lse = total == 0 ? NEGATIVE_INFINITY : (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
 }
 
 /* The block's rows of out and lse from its sums; with a factor other than 1 only rows of out that are not finite yet. */
@@ -391,9 +404,7 @@ static void FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *b
         FMHA_NAME(divide_row)(p->Dv, to, total[r]);
         if (factor != 1)
             for (ptrdiff_t d = 0; d < p->Dv; d++) to[d] /= factor;
-        if (t->lse)
-            ((REAL *)t->lse)[(block->b * p->H + block->head[r]) * p->Lq + block->query[r]]
-                = total[r] == 0 ? NEGATIVE_INFINITY : (peak[r] == NEGATIVE_INFINITY ? 0 : peak[r]) + REAL_LOG(total[r]);
+        FMHA_NAME(write_lse)(t, block, r, peak[r], total[r]);
     }
 }
 
@@ -407,22 +418,114 @@ static void FMHA_NAME(large_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, R
     FMHA_NAME(write_block)(t, block, scratch, factor);
 }
 
+/* The block of rows that a forward item is. */
+static void FMHA_NAME(item_rows)(const fmha_tiled *t, ptrdiff_t item, FMHA_NAME(rows) *block)
+{
+    const fmha_problem *p = &t->p;
+    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + t->block_rows - 1) / t->block_rows;
+    ptrdiff_t first = (blocks - 1 - item % blocks) * t->block_rows;       /* the longest causal rows start first */
+    ptrdiff_t rows = group_rows - first < t->block_rows ? group_rows - first : t->block_rows;
+    FMHA_NAME(block_rows)(p, block, item / blocks / p->Hkv, item / blocks % p->Hkv, first, rows);
+}
+
 /* Item: one block of rows of one group. The firewall costs finite input nothing: only where a NaN or Inf shows in the
  * result is the block done again, with zeros for what is not finite in partly removed tiles and the allowed pairs added;
  * rows that attend none of it get the same bits as ever. */
 static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
 {
     const fmha_tiled *t = context;
-    const fmha_problem *p = &t->p;
     REAL *scratch = (REAL *)(t->scratch + worker * t->scratch_size);
     FMHA_NAME(rows) block;
-    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + t->block_rows - 1) / t->block_rows;
-    ptrdiff_t first = (blocks - 1 - item % blocks) * t->block_rows;       /* the longest causal rows start first */
-    ptrdiff_t rows = group_rows - first < t->block_rows ? group_rows - first : t->block_rows;
-    FMHA_NAME(block_rows)(p, &block, item / blocks / p->Hkv, item / blocks % p->Hkv, first, rows);
+    FMHA_NAME(item_rows)(t, item, &block);
     int finite = FMHA_NAME(forward_block)(t, &block, scratch, 0, 1) || FMHA_NAME(forward_block)(t, &block, scratch, 1, 1);
     FMHA_NAME(write_block)(t, &block, scratch, 1);
     if (!finite) FMHA_NAME(large_rows)(t, &block, scratch);
+}
+
+/* ------------------------------------------------------------------------------------------- forward with the weights */
+
+/* Scratch of one thread, in REALs, for tiled_weights: all scores of a block are kept, O(L) a thread. */
+static ptrdiff_t FMHA_NAME(weights_scratch)(const fmha_problem *p)
+{
+    ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
+    return (p->D + p->Lk + value_width + 3) * BLOCK_ROWS + p->Lk * value_width;
+}
+
+/* weights[r, j0 : j0 + n] <- column r of probabilities^T (n, queries), zeros at the other keys. */
+static void FMHA_NAME(write_weights)(const fmha_tiled *t, const FMHA_NAME(rows) *block, ptrdiff_t n, const REAL *s)
+{
+    const fmha_problem *p = &t->p;
+    for (ptrdiff_t q = 0; q < block->rows; q += LANES) {
+        REAL *row[LANES];
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, k = 0;
+        for (ptrdiff_t l = 0; l < rows; l++) {
+            REAL *to = (REAL *)t->weights + ((block->b * p->H + block->head[q + l]) * p->Lq + block->query[q + l]) * p->Lk;
+            FMHA_NAME(fill)(block->j0, to, 0);
+            FMHA_NAME(fill)(p->Lk - block->j1, to + block->j1, 0);
+            row[l] = to + block->j0;
+        }
+#if HAVE_TRANSPOSE
+        for (; rows == LANES && k + LANES <= n; k += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(s + (k + l) * block->queries + q);
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(row[l] + k, part[l]);
+        }
+#endif
+        for (; k < n; k++)
+            for (ptrdiff_t l = 0; l < rows; l++) row[l][k] = s[k * block->queries + q + l];
+    }
+}
+
+/* As tiled_forward, with the weights (B, H, Lq, Lk) written out: the softmax runs over all keys of a block at once. */
+static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_tiled *t = context;
+    const fmha_problem *p = &t->p;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(item_rows)(t, item, &block);
+    ptrdiff_t queries = block.queries, value_width = block.value_width, ldk = p->k.stride[2], ldv = p->v.stride[2], ld;
+    ptrdiff_t j0 = block.j0, n = block.j1 - block.j0;
+    REAL *packed = (REAL *)(t->scratch + worker * t->scratch_size), *s = packed + p->D * BLOCK_ROWS, *out = s + p->Lk * BLOCK_ROWS;
+    REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS, *copy = scale + BLOCK_ROWS;
+    const REAL *keys = (const REAL *)p->k.data + block.b * p->k.stride[0] + block.hkv * p->k.stride[1] + j0 * ldk;
+    const REAL *values = (const REAL *)p->v.data + block.b * p->v.stride[0] + block.hkv * p->v.stride[1] + j0 * ldv;
+    FMHA_NAME(pack_transposed)(&block, &p->q, p->D, (REAL)p->scale, packed);
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        peak[q] = NEGATIVE_INFINITY;
+        total[q] = 0;
+    }
+    int touched = FMHA_NAME(touched)(p, &block, j0, n);
+    for (ptrdiff_t j = 0; j < n; j += TILE_KEYS) {
+        ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
+        /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+        FMHA_NAME(product_rows)(part, queries, p->D, keys + j * ldk, ldk, packed, queries, s + j * queries, queries);
+        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, &block, j0 + j, part, s + j * queries, NULL);
+    }
+    FMHA_NAME(softmax_block)(n, queries, s, peak, total, scale);
+    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+        VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0);
+        for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN */
+            VEC e = v_load(s + k * queries + q);
+            v_store(s + k * queries + q, v_select(v_equal(e, zero), zero, e * inverse));
+        }
+    }
+    FMHA_NAME(write_weights)(t, &block, n, s);
+    for (int careful = 0; careful < 2; careful++) {
+        memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
+        /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
+        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), copy, &ld);
+        FMHA_NAME(product_columns_add)(block.rows, value_width, n, s, queries, rows, ld, out, value_width);
+        if (careful && touched) FMHA_NAME(tile_nonfinite)(p, &block, j0, n, s, values, ldv, p->Dv, out, value_width);
+        if (FMHA_NAME(all_finite)(block.rows, p->Dv, out, value_width)) break;
+    }
+    for (ptrdiff_t r = 0; r < block.rows; r++) {
+        memcpy((REAL *)t->out.data + block.b * t->out.stride[0] + block.head[r] * t->out.stride[1] + block.query[r] * t->out.stride[2],
+               out + r * value_width, (size_t)p->Dv * sizeof(REAL));
+        FMHA_NAME(write_lse)(t, &block, r, peak[r], total[r]);
+    }
 }
 
 /* ------------------------------------------------------------------------------------------------------------ backward
