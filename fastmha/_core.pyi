@@ -64,7 +64,9 @@ def blas_backward(
     problem: Problem, out: _Floats, lse: _Floats, grad_out: _Floats, grad_q: _Floats, grad_k: _Floats, grad_v: _Floats,
     rows: int, threads: int,
 ) -> None: ...
-def tiled_forward(problem: Problem, out: _Floats, lse: _Floats | None, block_rows: int, threads: int) -> None: ...
+def tiled_forward(
+    problem: Problem, out: _Floats, lse: _Floats | None, weights: _Floats | None, block_rows: int, threads: int
+) -> None: ...
 def tiled_backward(
     problem: Problem, out: _Floats, lse: _Floats, grad_out: _Floats, grad_q: _Floats, grad_k: _Floats, grad_v: _Floats,
     split: bool, threads: int,
