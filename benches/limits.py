@@ -1,0 +1,716 @@
+"""What must hold beside the speed of the plain cases, each with its floor and whether it is met.
+
+    python benches/limits.py [--only SECTION] [--threads N] [--seconds S] [--json FILE]
+
+    memory      peak memory of a long forward and backward pass above its inputs and outputs, in a process of its own
+    cliffs      masks, layouts, odd widths and lengths, grouped heads, against the plain call of the same work
+    growth      the time when the length doubles, and of causal against full
+    crossover   the times of the algorithms over a grid, and what the choice of "auto" costs over the best of them
+    balance     the share of the threads that the plan predicts to be busy; nothing is timed
+    calls       what a tiny call costs beyond its arithmetic
+
+How it is timed: the arms of one comparison take turns, in turning order, for about `--seconds` (at least three rounds);
+each arm's best time counts; ratios are taken within one comparison only, and judged as they are printed. Before that,
+each arm's answers are checked against `fastmha.reference` in float64, on some queries and some keys. Operations are
+those of `fastmha.plan`: what causality, windows and lengths leave; a mask given as an array saves none.
+
+Exit status 1 if a floor is missed or an answer is wrong.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fastmha
+from fastmha import _core, reference, validate
+from fastmha.plan import DECODE_ROWS_MAX, blas_rows, choose, product_by_blas, product_slices, tiled_rows
+from fastmha.study import runner
+from fastmha.study.__main__ import positive
+from fastmha.study.cases import DIRECTIONS, Case, case
+
+try:
+    import resource
+except ImportError:         # not on Windows
+    resource = None         # type: ignore[assignment]
+
+BOTH = "forward+backward"
+PASSES = (*DIRECTIONS, BOTH)
+DTYPES = ("float32", "float64")
+SAMPLE = 32                 # queries and keys at either end that are checked
+Rates = Mapping[str, float]     # pass -> work per second
+
+
+# ---------------------------------------------------------------------------------------------- floors and tables
+
+@dataclass(frozen=True)
+class Floor:
+    """What a number must lie in. It is judged as it is printed, with two digits behind the point."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+    def __str__(self) -> str:
+        if self.low > -math.inf and self.high < math.inf:
+            return f"{self.low:g} – {self.high:g}"
+        return f"≥ {self.low:.2f}" if self.high == math.inf else f"≤ {self.high:.2f}"
+
+    def holds(self, *values: float) -> bool:
+        return all(round(self.low, 2) <= round(value, 2) <= round(self.high, 2) for value in values)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a table; the columns `judged` must keep the floor."""
+
+    what: str
+    values: dict[str, Any]
+    floor: Floor | None = None
+    judged: Sequence[str] = DIRECTIONS
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.floor is None else self.floor.holds(*(self.values[name] for name in self.judged))
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    findings: list[Finding]
+    note: str = ""
+    digits: int = 2
+
+    def __str__(self) -> str:
+        columns = list(dict.fromkeys(name for f in self.findings for name in f.values))
+        lines = [["", "floor", *columns, "met"]]
+        for f in self.findings:
+            cells = (shown(f.values.get(name), self.digits) for name in columns)
+            lines.append([f.what, "" if f.floor is None else str(f.floor), *cells,
+                          {None: "", True: "yes", False: "NO"}[f.met]])
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        rows = ("  ".join(cell.rjust(width) if i else cell.ljust(width)
+                          for i, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in lines)
+        notes = textwrap.wrap(self.note, 116)
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in (*rows, *notes)), ""])
+
+    def as_json(self) -> dict[str, Any]:
+        lines = [{"what": f.what, "values": f.values, "floor": None if f.floor is None else str(f.floor), "met": f.met}
+                 for f in self.findings]
+        return {"title": self.title, "note": self.note, "lines": lines}
+
+
+def shown(value: Any, digits: int = 2) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
+
+
+# ---------------------------------------------------------------------------------------------- calls and their answers
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of `fastmha.attention` and its backward pass; `rules` are its keywords."""
+
+    label: str
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    grad_out: np.ndarray
+    rules: dict[str, Any] = field(default_factory=dict)
+    algorithm: str = "auto"
+
+    def under(self, label: str, **rules: Any) -> Call:
+        """The same arrays under more rules."""
+        return replace(self, label=label, rules={**self.rules, **rules})
+
+    def attend(self, threads: int, **more: Any) -> Any:
+        return fastmha.attention(
+            self.q, self.k, self.v, algorithm=self.algorithm, num_threads=threads, **self.rules, **more)
+
+    def gradients(self, out: np.ndarray, lse: np.ndarray, threads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return fastmha.attention_backward(
+            self.grad_out, self.q, self.k, self.v, out, lse, algorithm=self.algorithm, num_threads=threads,
+            **self.rules)
+
+    def function(self, direction: str, threads: int) -> Callable[[], Any]:
+        """What is timed."""
+        if direction == "forward":
+            return lambda: self.attend(threads)
+        out, lse = self.attend(threads, return_lse=True)
+        return lambda: self.gradients(out, lse, threads)
+
+    def flops(self, direction: str) -> int:
+        forward = fastmha.plan(self.q, self.k, self.v, **self.rules).flops
+        if direction == "forward":
+            return forward
+        return fastmha.plan(self.q, self.k, self.v, backward=True, **self.rules).flops - forward
+
+
+def draw(label: str, B: int, H: int, L: int, D: int, dtype: str = "float32", *, Hkv: int | None = None,
+         Lk: int | None = None, Dv: int | None = None, **rules: Any) -> Call:
+    """A call on random arrays (B, H, L, D), with Hkv = H, Lk = Lq = L and Dv = D unless they are named."""
+    rng = np.random.default_rng(0)
+    Hkv, Lk, Dv = (H if Hkv is None else Hkv), (L if Lk is None else Lk), (D if Dv is None else Dv)
+    shapes = (B, H, L, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), (B, H, L, Dv)
+    return Call(label, *(rng.standard_normal(shape, np.dtype(dtype)) for shape in shapes), rules=rules)
+
+
+def as_projected(label: str, of: Case) -> Call:
+    """A call with layout "BLHD" on heads where a fused projection writes them."""
+    o = runner.Operands(of)
+    return Call(label, *(x.transpose(0, 2, 1, 3) for x in (o.q, o.k, o.v, o.grad_out)), rules={"layout": "BLHD"})
+
+
+def end(length: int, n: int, at: int) -> slice:
+    """The first (at 0) or the last (at -1) n of `length`."""
+    return slice(0, min(n, length)) if at == 0 else slice(max(0, length - n), length)
+
+
+class Excerpt:
+    """The first (at 0) or last (at -1) batch row and key/value head of a call with its group of query heads, and of
+    those `queries` and `keys` at that end: arrays in float64 and the order (B, H, L, width), and the rules as they read
+    there. None: all."""
+
+    def __init__(self, call: Call, at: int, queries: int | None = None, keys: int | None = None) -> None:
+        self.swap = call.rules.get("layout") == "BLHD"
+        B, H, Lq, _ = self._by_head(call.q).shape
+        Hkv, Lk = self._by_head(call.k).shape[1:3]
+        self.b, self.kv, self.h = end(B, 1, at), end(Hkv, 1, at), end(H, H // Hkv, at)
+        self.i, self.j = end(Lq, Lq if queries is None else queries, at), end(Lk, Lk if keys is None else keys, at)
+        self.rules = {name: value for name, value in call.rules.items() if name != "layout"}
+        if "is_causal" in self.rules or "window" in self.rules:
+            self.rules["offset"] = self.rules.get("offset", 0) + self.i.start - self.j.start
+        if "key_padding_lengths" in self.rules:
+            self.rules["key_padding_lengths"] = np.clip(self.rules["key_padding_lengths"][self.b] - self.j.start, 0,
+                                                        self.j.stop - self.j.start)
+        if "mask" in self.rules:
+            mask = self.rules["mask"][self.i, self.j]
+            self.rules["mask"] = mask if mask.dtype == bool else mask.astype(np.float64)
+
+    def _by_head(self, x: np.ndarray) -> np.ndarray:
+        return x.swapaxes(1, 2) if self.swap else x
+
+    def of_queries(self, x: np.ndarray) -> np.ndarray:
+        return self._by_head(x)[self.b, self.h, self.i].astype(np.float64)
+
+    def of_keys(self, x: np.ndarray) -> np.ndarray:
+        return self._by_head(x)[self.b, self.kv, self.j].astype(np.float64)
+
+    def of_lse(self, lse: np.ndarray) -> np.ndarray:
+        return lse[self.b, self.h, self.i].astype(np.float64)
+
+
+def compare(call: Call, name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+    allowed = runner.TOLERANCE[str(call.q.dtype)] * float(np.abs(wanted).max(initial=0))
+    difference = float(np.abs(got - wanted).max(initial=0))
+    if not difference <= allowed:       # also where either is NaN
+        raise runner.ArmsDisagreeError(f"{call.label}: {name} is off by {difference:.1e}, more than {allowed:.1e}")
+
+
+def check_forward(call: Call, out: np.ndarray, lse: np.ndarray) -> None:
+    for at in (0, -1):
+        e = Excerpt(call, at, queries=SAMPLE)
+        q, k, v = e.of_queries(call.q), e.of_keys(call.k), e.of_keys(call.v)
+        wanted, wanted_lse = reference.attention(q, k, v, return_lse=True, **e.rules)
+        compare(call, "out", e.of_queries(out), wanted)
+        compare(call, "lse", e.of_lse(lse), wanted_lse)
+
+
+def check_backward(call: Call, out: np.ndarray, lse: np.ndarray, grads: Sequence[np.ndarray]) -> None:
+    """grad_q on some queries and all keys; grad_k, grad_v on some keys and all queries, with the lse over all keys."""
+    for at in (0, -1):
+        for e, some in ((Excerpt(call, at, queries=SAMPLE), "q"), (Excerpt(call, at, keys=SAMPLE), "kv")):
+            q, k, v, g = e.of_queries(call.q), e.of_keys(call.k), e.of_keys(call.v), e.of_queries(call.grad_out)
+            wanted = reference.attention_backward(g, q, k, v, e.of_queries(out), e.of_lse(lse), **e.rules)
+            for letter, got, expected in zip("qkv", grads, wanted, strict=True):
+                if letter in some:
+                    compare(call, f"grad_{letter}", (e.of_queries if letter == "q" else e.of_keys)(got), expected)
+
+
+def check(call: Call, threads: int, directions: Sequence[str] = DIRECTIONS) -> None:
+    """The answers of a call against the reference; see `check_backward` for what of them.
+
+    Raises
+    ------
+    ArmsDisagreeError
+    """
+    out, lse = call.attend(threads, return_lse=True)
+    check_forward(call, out, lse)
+    if "backward" in directions:
+        check_backward(call, out, lse, call.gradients(out, lse, threads))
+
+
+# ---------------------------------------------------------------------------------------------- times and rates
+
+def best_times(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+    return {name: float(times.min()) for name, times in runner.interleave(functions, seconds).items()}
+
+
+def measure(calls: Sequence[Call], options: argparse.Namespace,
+            directions: Sequence[str] = DIRECTIONS) -> dict[tuple[str, str], float]:
+    """Best seconds by (label, direction): the calls checked first, then interleaved, one direction after the other."""
+    for call in calls:
+        check(call, options.threads, directions)
+    time.sleep(0.2)         # the threads of NumPy's BLAS spin for a while after the reference's products
+    best = {}
+    for direction in directions:
+        times = best_times({c.label: c.function(direction, options.threads) for c in calls}, options.seconds)
+        best.update({(label, direction): seconds for label, seconds in times.items()})
+    return best
+
+
+def flop_rates(calls: Sequence[Call], options: argparse.Namespace) -> dict[str, Rates]:
+    """Operations per second of each call, forward, backward, and of one after the other."""
+    best, found = measure(calls, options), {}
+    for call in calls:
+        work = {d: call.flops(d) for d in DIRECTIONS}
+        seconds = {d: best[call.label, d] for d in DIRECTIONS}
+        found[call.label] = {**{d: work[d] / seconds[d] for d in DIRECTIONS},
+                             BOTH: sum(work.values()) / sum(seconds.values())}
+    return found
+
+
+def time_per_work(rates: Rates, plain: Rates) -> dict[str, float]:
+    """Time over the plain call's for the same work."""
+    return {p: plain[p] / rates[p] for p in rates}
+
+
+def share(rates: Rates, expected: Rates) -> dict[str, float]:
+    return {p: rates[p] / expected[p] for p in rates}
+
+
+def interpolated(x: float, points: dict[float, Rates]) -> dict[str, float]:
+    """Rates at x on the straight line between two points."""
+    (a, low), (b, high) = points.items()
+    return {p: low[p] + (high[p] - low[p]) * (x - a) / (b - a) for p in low}
+
+
+def two_widths(D: int, Dv: int, of_D: Rates, of_Dv: Rates) -> dict[str, float]:
+    """Rates expected for keys of width D and values of width Dv: each product at the rate of its width.
+
+    Forward one product of each width; backward three of D (scores, grad_q, grad_k), two of Dv (grad_v, grad_weights).
+    """
+    products = {"forward": (1, 1), "backward": (3, 2), BOTH: (4, 3)}
+    return {p: (n * D + m * Dv) / (n * D / of_D[p] + m * Dv / of_Dv[p]) for p, (n, m) in products.items()}
+
+
+# ---------------------------------------------------------------------------------------------- cliffs
+
+LENGTHS = (512, 1024)
+WIDTHS = (64, 72, 80, 96, 112, 128)     # the first and the last are only neighbours
+DECODE_KEYS = 8192                      # 34 MB of keys and values in float32, 201 MB all arms together
+CROSS, CROSS_SQUARE = (448, 1500), 816  # about equally many pairs
+
+
+def with_rates(rates: Rates, ratios: dict[str, float]) -> dict[str, Any]:
+    """The columns of a line: ratios, then GF/s in whole numbers."""
+    return {**ratios, "GF/s fwd": f"{rates['forward'] / 1e9:.0f}", "bwd": f"{rates['backward'] / 1e9:.0f}"}
+
+
+def rule_calls(L: int, dtype: str) -> list[tuple[Call, str, Floor | None]]:
+    """(call, label of the plain call it is held against, floor of its time for the same work)."""
+    rng, width = np.random.default_rng(1), 64
+    plain = draw("plain", 2, 4, L, width, dtype)
+    wide = draw("plain, 16 heads", 1, 16, L, width, dtype)
+    rules: list[tuple[str, float, dict[str, Any]]] = [
+        ("boolean mask (Lq, Lk), 10 % removed", 1.20, {"mask": rng.random((L, L)) < 0.1}),
+        ("additive mask (Lq, Lk)", 1.25, {"mask": rng.standard_normal((L, L), np.dtype(dtype))}),
+        ("padding lengths 90 %, 51 %", 1.10, {"key_padding_lengths": np.array([L - L // 10, L // 2 + 5])}),
+        *((f"window {w}", 1.10, {"window": w}) for w in ((L // 2, 0), (L // 4, L // 4), (127, 0))),
+        ("softcap 30", 1.35, {"softcap": 30.0}),
+    ]
+    return [
+        (plain, plain.label, None),
+        (as_projected("BLHD", case(2, 4, L, width, dtype=dtype)), plain.label, Floor(high=1.08)),
+        (wide, wide.label, None),
+        (as_projected("BLHD, 16 heads (rows of whole pages)", case(1, 16, L, width, dtype=dtype)), wide.label,
+         Floor(high=1.08)),
+        *((plain.under(label, **more), plain.label, Floor(high=high)) for label, high, more in rules),
+    ]
+
+
+def rule_table(L: int, dtype: str, options: argparse.Namespace) -> Table:
+    arms = rule_calls(L, dtype)
+    rates = flop_rates([call for call, _, _ in arms], options)
+    return Table(f"Cliffs, {dtype}, L {L}, D 64: time over the plain call's, per pair left", [
+        Finding(call.label, with_rates(rates[call.label], time_per_work(rates[call.label], rates[against])), floor)
+        for call, against, floor in arms])
+
+
+def shape_calls(L: int, dtype: str) -> list[Call]:
+    return [
+        *(draw(f"D {D}", 2, 4, L, D, dtype) for D in (32, *WIDTHS)),
+        draw(f"L {L - 16}", 2, 4, L - 16, 64, dtype),
+        draw(f"L {L - 3}", 2, 4, L - 3, 64, dtype),
+        *(draw(f"D 64, Dv {Dv}", 2, 4, L, 64, dtype, Dv=Dv) for Dv in (32, 128)),
+        draw("8 heads", 1, 8, L, 64, dtype),
+        draw("8 heads on 1 key/value head", 1, 8, L, 64, dtype, Hkv=1),
+    ]
+
+
+def shape_table(L: int, dtype: str, options: argparse.Namespace) -> Table:
+    near, no_fewer = Floor(low=0.85), Floor(low=1.0)
+    rates = flop_rates(shape_calls(L, dtype), options)
+    expected: dict[str, tuple[Rates, Floor]] = {}
+    for low, D, high in zip(WIDTHS[:-2], WIDTHS[1:-1], WIDTHS[2:], strict=True):
+        expected[f"D {D}"] = interpolated(D, {n: rates[f"D {n}"] for n in (low, high)}), near
+    expected[f"L {L - 3}"] = interpolated(L - 3, {L - 16: rates[f"L {L - 16}"], L: rates["D 64"]}), near
+    for Dv in (32, 128):
+        expected[f"D 64, Dv {Dv}"] = two_widths(64, Dv, rates["D 64"], rates[f"D {Dv}"]), near
+    expected["8 heads on 1 key/value head"] = rates["8 heads"], no_fewer
+    return Table(f"Cliffs, {dtype}, L {L}: GF/s over what the neighbours predict", [
+        Finding(label, with_rates(rates[label], share(rates[label], wanted)), floor)
+        for label, (wanted, floor) in expected.items()],
+        "Neighbours: of D and L the next multiples of 16, interpolated (72: 64 and 80); of Dv, products of widths D and "
+        "Dv at their own rates; of one key/value head, as many as query heads.")
+
+
+def cross_table(dtype: str, options: argparse.Namespace) -> Table:
+    (Lq, Lk), L = CROSS, CROSS_SQUARE
+    low, high = Lk // 16 * 16, -(-Lk // 16) * 16
+    calls = [draw(f"{Lq} x {n}", 1, 8, Lq, 64, dtype, Lk=n) for n in dict.fromkeys((low, Lk, high))]
+    calls.append(draw(f"{L} x {L}", 1, 8, L, 64, dtype))
+    rates = flop_rates(calls, options)
+    this, floor = rates[f"{Lq} x {Lk}"], Floor(low=0.85)
+    neighbours = interpolated(Lk, {n: rates[f"{Lq} x {n}"] for n in (low, high)})
+    return Table(f"Cliffs, {dtype}, cross-attention {Lq} x {Lk}, D 64: GF/s", [
+        Finding(f"over {Lq} x {low} and {high}, interpolated", with_rates(this, share(this, neighbours)), floor),
+        Finding(f"over {L} x {L}, about equal pairs", with_rates(this, share(this, rates[f'{L} x {L}'])), floor)])
+
+
+def decode_table(options: argparse.Namespace) -> Table:
+    calls = [draw(f"{H} query heads on 8, {dtype}", 1, H, 1, 64, dtype, Hkv=8, Lk=DECODE_KEYS)
+             for dtype in DTYPES for H in (8, 64)]
+    best = measure(calls, options, ("forward",))
+    rate = {c.label: (c.k.nbytes + c.v.nbytes) / best[c.label, "forward"] for c in calls}
+    plain, grouped, plain64, grouped64 = (c.label for c in calls)
+    pairs = [(plain, plain, None), (grouped, plain, Floor(low=1.0)), (plain64, plain, Floor(low=0.85)),
+             (grouped64, plain64, Floor(low=1.0))]
+    return Table(f"Cliffs, decode, 1 query, Lk {DECODE_KEYS}, D 64: GB/s of keys and values", [
+        Finding(label, {"over": against, "forward": rate[label] / rate[against], "GB/s": f"{rate[label] / 1e9:.1f}"},
+                floor, ("forward",)) for label, against, floor in pairs],
+        "Each arm has keys and values of its own, so that their turns push each other out of the caches.")
+
+
+def cliffs(options: argparse.Namespace) -> Iterator[Table]:
+    for dtype in DTYPES:
+        for L in LENGTHS:
+            yield rule_table(L, dtype, options)
+            yield shape_table(L, dtype, options)
+        yield cross_table(dtype, options)
+    yield decode_table(options)
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+MEMORY_LENGTH = 16384
+
+
+def peak_bytes() -> int:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> int:
+    """The resident size now; where the system does not tell, the peak so far."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return peak_bytes()
+    return pages * resource.getpagesize()
+
+
+def memory_of(length: int, threads: int) -> dict[str, int]:
+    """Bytes of one forward and backward pass; for a process that has done nothing else.
+
+    The inputs are written before the resident size is taken. The outputs (out, lse, three gradients) are allocated by
+    the calls, written in full and alive at the peak, and counted by their nbytes: `above` = peak - resident - outputs.
+    Where the peak lies before the calls, `above` is too large, never too small.
+    """
+    call = draw("memory", 1, 8, length, 64)
+    resident = resident_bytes()
+    out, lse = call.attend(threads, return_lse=True)
+    grads = call.gradients(out, lse, threads)
+    peak, outputs = peak_bytes(), sum(x.nbytes for x in (out, lse, *grads))
+    scratch = fastmha.plan(call.q, call.k, call.v, num_threads=threads, backward=True).scratch_bytes
+    check_forward(call, out, lse)
+    check_backward(call, out, lse, grads)
+    inputs = sum(x.nbytes for x in (call.q, call.k, call.v, call.grad_out))
+    return {"inputs": inputs, "outputs": outputs, "resident": resident, "peak": peak,
+            "above": peak - resident - outputs, "scratch": scratch}
+
+
+def memory(options: argparse.Namespace) -> Iterator[Table]:
+    if resource is None:
+        yield Table("Memory: not measured, the system does not tell the peak", [])
+        return
+    command = [sys.executable, __file__, "--memory-of", str(MEMORY_LENGTH), "--threads", str(options.threads)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = {name: n / 1e6 for name, n in json.loads(done.stdout).items()}
+    yield Table(f"Memory, forward + backward, B1 H8 L{MEMORY_LENGTH} D64 float32, in MB", [
+        Finding("peak above inputs and outputs", {
+            "above": found["above"], "inputs": found["inputs"], "outputs": found["outputs"],
+            "scratch by the plan": found["scratch"]}, Floor(high=64.0), ("above",))],
+        "In a fresh process: ru_maxrss after both calls, less the resident size before them with the inputs written, "
+        "less the nbytes of the outputs (out, lse, three gradients), all alive at the end. These are the first calls of "
+        "the process: stacks of threads and the like are in it.")
+
+
+# ---------------------------------------------------------------------------------------------- growth
+
+GROWTH_LENGTHS = (2048, 4096, 8192)
+CAUSAL_AT = 4096
+
+
+def growth(options: argparse.Namespace) -> Iterator[Table]:
+    heads, doubling, half = 2 * options.threads, Floor(3.6, 4.4), Floor(high=0.56)
+    kinds: dict[str, dict[str, Any]] = {"full": {}, "causal": {"is_causal": True}}
+    calls = [draw(f"{kind} {L}", 1, heads, L, 64, **rules) for L in GROWTH_LENGTHS for kind, rules in kinds.items()]
+    best = measure(calls, options)
+    steps = list(pairwise(GROWTH_LENGTHS))
+    where = f"B1 H{heads} D64 float32"
+    yield Table(f"Growth, {where}: the time over that of half the length", [
+        Finding(f"{kind}, {direction}", {
+            **{f"{b} / {a}": best[f"{kind} {b}", direction] / best[f"{kind} {a}", direction] for a, b in steps},
+            **{f"ms at {L}": f"{best[f'{kind} {L}', direction] * 1e3:.1f}" for L in GROWTH_LENGTHS}},
+            doubling, [f"{b} / {a}" for a, b in steps])
+        for kind in kinds for direction in DIRECTIONS])
+    yield Table(f"Growth, {where}: causal over full", [
+        Finding(direction, {
+            f"L {L}": best[f"causal {L}", direction] / best[f"full {L}", direction] for L in GROWTH_LENGTHS},
+            half, [f"L {CAUSAL_AT}"]) for direction in DIRECTIONS],
+        f"The floor is that of L {CAUSAL_AT}.")
+
+
+# ---------------------------------------------------------------------------------------------- crossover
+
+QUERIES = ((1, 1), (1, 4), (4, 1), (1, 8), (8, 1), (3, 4), (16, 1), (4, 8), (64, 1), (256, 1))     # Lq, group
+KEYS = (16, 128, 1024, 4096)
+CROSSOVER_WIDTHS = (64, 128)
+AUTO_COSTS = Floor(high=1.10)
+
+
+def crossover_line(Lq: int, group: int, Lk: int, D: int, direction: str, options: argparse.Namespace) -> Finding:
+    decodes = direction == "forward" and Lq * group <= DECODE_ROWS_MAX
+    drawn = draw("", 1, 8 * group, Lq, D, Hkv=8, Lk=Lk)
+    calls = [replace(drawn, label=name, algorithm=name) for name in ("blas", "tiled", "decode")[:3 if decodes else 2]]
+    best = {name: seconds for (name, _), seconds in measure(calls, options, (direction,)).items()}
+    auto, _ = choose(problem_of(drawn.q, drawn.k, drawn.v), "auto", backward=direction == "backward")
+    micro = {name: f"{best[name] * 1e6:.1f}" if name in best else "" for name in ("blas", "tiled", "decode")}
+    return Finding(f"Lk {Lk}, {Lq * group} rows ({Lq} x {group})", {
+        **micro, "best": min(best, key=best.__getitem__), "auto": auto,
+        "auto over best": best[auto] / min(best.values())}, AUTO_COSTS, ("auto over best",))
+
+
+def crossover(options: argparse.Namespace) -> Iterator[Table]:
+    for direction in DIRECTIONS:
+        for D in CROSSOVER_WIDTHS:
+            lines = [crossover_line(Lq, group, Lk, D, direction, options) for Lk in KEYS for Lq, group in QUERIES]
+            yield Table(f"Crossover, {direction}, D {D}, float32, 8 key/value heads: µs a call", lines,
+                        "rows: Lq x query heads a key/value head. Keys and values stay in the caches where they fit.")
+
+
+# ---------------------------------------------------------------------------------------------- balance
+
+# B, H, L, D; and of one query B, H, Hkv, Lk, D
+SQUARES = ((32, 8, 16, 64), (1, 8, 128, 64), (8, 12, 128, 64), (4, 8, 512, 64), (1, 12, 1024, 64), (1, 8, 2048, 64),
+           (1, 16, 1024, 128))
+DECODES = ((1, 32, 32, 4096, 128), (1, 32, 8, 4096, 128), (8, 32, 8, 1024, 128), (16, 12, 12, 512, 64))
+SHOWN_THREADS = (1, 2, 4, 8, 16, 32, 64, 128)
+BLOCKS_A_THREAD, BLOCK = 12, 64
+BALANCED = Floor(low=1 / 1.1)       # a makespan within 10 % of perfect
+
+
+def judged_threads(of: Case) -> int:
+    """The most threads, up to 128, for which the case holds at least twelve blocks of 64 queries a thread."""
+    return min(SHOWN_THREADS[-1], of.B * of.H * of.Lq // (BLOCK * BLOCKS_A_THREAD))
+
+
+def balance_line(of: Case, direction: str) -> Finding:
+    shapes = (of.B, of.H, of.Lq, of.D), (of.B, of.Hkv, of.Lk, of.D)
+    q, k = (np.empty(shape, of.dtype) for shape in shapes)         # never read
+    judged = range(1, judged_threads(of) + 1)
+    curve = {n: fastmha.plan(q, k, k, num_threads=n, backward=direction == "backward", **of.keywords).balance
+             for n in {*judged, *SHOWN_THREADS}}
+    cells: dict[str, Any] = {str(n): shown(curve[n]) if n in judged else f"({shown(curve[n])})" for n in SHOWN_THREADS}
+    if not judged:
+        return Finding(f"{of.shape}, {direction}", cells)
+    worst = min(judged, key=curve.__getitem__)
+    return Finding(f"{of.shape}, {direction}", {**cells, "judged to": str(judged[-1]), "worst": curve[worst],
+                                                "at": str(worst)}, BALANCED, ("worst",))
+
+
+def balance(options: argparse.Namespace) -> Iterator[Table]:
+    squares = [case(B, H, L, D, causal=causal) for B, H, L, D in SQUARES for causal in (False, True)]
+    decodes = [case(B, H, 1, D, Hkv=Hkv, Lk=Lk) for B, H, Hkv, Lk, D in DECODES]
+    findings = [balance_line(of, direction) for of in squares for direction in DIRECTIONS]
+    findings += [balance_line(of, "forward") for of in decodes]
+    yield Table("Balance by the plan: the share of 1 to 128 threads that is busy", findings,
+                f"Judged for all numbers of threads that leave each {BLOCKS_A_THREAD} blocks of {BLOCK} queries or "
+                "more; the others in parentheses.")
+
+
+# ---------------------------------------------------------------------------------------------- tiny calls
+
+REPEATS = 200       # calls in one timed arm
+
+
+def repeated(function: Callable[[], Any]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(REPEATS):
+            function()
+    return run
+
+
+def core_attention(problem: _core.Problem, out: np.ndarray, lse: np.ndarray | None, threads: int) -> Callable[[], None]:
+    """The compiled call that `auto` ends in, and nothing else."""
+    name, _ = choose(problem, "auto")
+    if name == "decode":
+        return lambda: _core.decode_forward(problem, out, lse, threads)
+    if name == "tiled":
+        rows = tiled_rows(problem)
+        return lambda: _core.tiled_forward(problem, out, lse, None, rows, threads)
+    rows = blas_rows(problem.shape[3], problem.shape[4], problem.itemsize)
+    return lambda: _core.blas_forward(problem, out, lse, None, rows, threads)
+
+
+def core_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int) -> Callable[[], None]:
+    """The compiled call of one projection, and nothing else."""
+    slices = product_slices(*out.shape)
+    if product_by_blas(out.shape[0]):
+        return lambda: _core.matmul(a, b, out, False, False, 1.0, 0.0, None, slices, threads)
+    return lambda: _core.matmul_tiled(a, b, out, False, False, None, slices, threads)
+
+
+def problem_of(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> _core.Problem:
+    return validate.attention_problem(q, k, v, "BHLD", None, False, None, None, None, None, None)
+
+
+def tiny_attention(threads: int) -> dict[str, Callable[[], Any]]:
+    """`attention` and its arithmetic, after a look at their answers."""
+    call = draw("tiny attention", 2, 8, 10, 8)
+    check(call, threads, ("forward",))
+    out = np.empty_like(call.q)
+    arithmetic = core_attention(problem_of(call.q, call.k, call.v), out, None, threads)
+    arithmetic()
+    compare(call, "arithmetic", out, call.attend(threads))
+    return {"call": lambda: fastmha.attention(call.q, call.k, call.v, num_threads=threads), "arithmetic": arithmetic}
+
+
+def tiny_module(training: bool, threads: int) -> dict[str, Callable[[], Any]]:
+    """A module's forward and its arithmetic (projection, attention, projection), after a look at their answers."""
+    B, L, d_model, H = 2, 10, 64, 8
+    module = fastmha.MultiHeadAttention(d_model, H, rng=0)
+    X = np.random.default_rng(1).standard_normal((B, L, d_model), np.float32)
+    state = module.state_dict()
+    W_in, W_out = np.concatenate([state[name] for name in ("W_Q", "W_K", "W_V")], axis=1), state["W_O"]
+    projected, concat, out = (np.empty((B * L, n), np.float32) for n in (3 * d_model, d_model, d_model))
+    heads = [fastmha.split_heads(x.reshape(B, L, d_model), H) for x in (*np.split(projected, 3, axis=1), concat)]
+    lse = np.empty((B, H, L), np.float32) if training else None
+    steps = (core_product(X.reshape(B * L, d_model), W_in, projected, threads),
+             core_attention(problem_of(*heads[:3]), heads[3], lse, threads),
+             core_product(concat, W_out, out, threads))
+
+    def arithmetic() -> None:
+        for step in steps:
+            step()
+
+    arithmetic()
+    wanted = reference.multi_head_attention(X.astype(np.float64), X.astype(np.float64), X.astype(np.float64), H,
+                                            {name: W.astype(np.float64) for name, W in state.items()})
+    this = draw("tiny module", 1, 1, 1, 1)
+    compare(this, "forward", module.forward(X, training=training), wanted)
+    compare(this, "arithmetic", out.reshape(B, L, d_model), wanted)
+    return {"call": lambda: module.forward(X, training=training, num_threads=threads), "arithmetic": arithmetic}
+
+
+def calls(options: argparse.Namespace) -> Iterator[Table]:
+    findings = []
+    for label, high, arms in (
+        ("attention", 8.0, tiny_attention(options.threads)),
+        ("module forward, training=False", 20.0, tiny_module(False, options.threads)),
+        ("module forward, training=True", 20.0, tiny_module(True, options.threads)),
+    ):
+        best = best_times({name: repeated(f) for name, f in arms.items()}, options.seconds)
+        micro = {name: seconds / REPEATS * 1e6 for name, seconds in best.items()}
+        micro["beyond"] = micro["call"] - micro["arithmetic"]
+        findings.append(Finding(label, micro, Floor(high=high), ("beyond",)))
+    yield Table("Calls, B2 H8 L10 D8 float32 (module: d_model 64, 8 heads, no bias): µs a call", findings,
+                "arithmetic: the compiled calls alone (attention: one; module: projection, attention, projection), on "
+                "problems and arrays prepared before; that they read array headers, allocate scratch and go through "
+                "the pool is in it. beyond: the rest, which is checks, the choice of the algorithm, views, and the "
+                "allocation of results and of what lies between.")
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Table]]] = {
+    "memory": memory,       # first: a child may inherit the peak of a parent that has grown
+    "cliffs": cliffs, "growth": growth, "crossover": crossover, "balance": balance, "calls": calls,
+}
+
+
+def seconds_of(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < math.inf:
+        raise ValueError
+    return seconds
+
+
+seconds_of.__name__ = "number of seconds"       # argparse puts it into its message
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    made.add_argument("--only", choices=SECTIONS, help="one section (default: all)")
+    made.add_argument("--threads", type=positive, default=1, metavar="N", help="threads of each call (default: 1)")
+    made.add_argument("--seconds", type=seconds_of, default=1.0, metavar="S",
+                      help="of each comparison, at least three rounds (default: 1)")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the tables there as well")
+    made.add_argument("--memory-of", type=positive, help=argparse.SUPPRESS)
+    return made
+
+
+def as_json(tables: dict[str, list[Table]], options: argparse.Namespace, command: str) -> dict[str, Any]:
+    found = runner.results([], options.threads, command)
+    del found["measurements"], found["units"]
+    return {**found, "seconds": options.seconds,
+            "sections": {name: [table.as_json() for table in made] for name, made in tables.items()}}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.memory_of:
+        print(json.dumps(memory_of(options.memory_of, options.threads)))
+        return 0
+    print(f"fastmha {fastmha.__version__}, {_core.selected_isa()[0]} kernels, {runner.cpu_name()}, threads of a call: "
+          f"{options.threads}\n", flush=True)
+    tables: dict[str, list[Table]] = {}
+    for name in [options.only] if options.only else SECTIONS:
+        tables[name] = []
+        for table in SECTIONS[name](options):
+            print(table, flush=True)
+            tables[name].append(table)
+    verdicts = [finding.met for made in tables.values() for table in made for finding in table.findings]
+    print(f"{verdicts.count(True)} floors met, {verdicts.count(False)} missed")
+    if options.json:
+        command = shlex.join(["python", "benches/limits.py", *(sys.argv[1:] if arguments is None else arguments)])
+        runner.write_json(options.json, as_json(tables, options, command))
+    return 1 if False in verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
