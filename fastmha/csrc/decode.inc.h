@@ -14,31 +14,68 @@ static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chu
     return own > tiled ? own : tiled;
 }
 
-/* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time. */
-static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk,
-                                     const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv, REAL *scores)
+/* What is fetched ahead while scores are computed: the values of the same keys, and the keys of the next group of LANES. */
+typedef struct {
+    const REAL *v;
+    ptrdiff_t ldv, Dv, keys_left, passes;
+} FMHA_NAME(ahead);
+
+/* scores (many, LANES keys) <- q (many, width, padded) @ k (keys, D).T; a key's vectors are loaded once for `many` rows. */
+static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
+    const int many, ptrdiff_t keys, ptrdiff_t D, const REAL *q, ptrdiff_t width, const REAL *k, ptrdiff_t ldk,
+    const FMHA_NAME(ahead) *ahead, ptrdiff_t pass, REAL *scores)
 {
-    ptrdiff_t width = ROUND_UP(D, LANES), line = 64 / (ptrdiff_t)sizeof(REAL);
-    for (ptrdiff_t j = 0; j < n; j += LANES) {
-        ptrdiff_t keys = n - j < LANES ? n - j : LANES;
-        for (ptrdiff_t l = 0; l < keys; l++)
-            for (ptrdiff_t d = 0; d < Dv; d += line) v_prefetch(v + (j + l) * ldv + d);
-        for (ptrdiff_t r = 0; r < rows; r++) {
-            VEC sum[LANES];
-            const REAL *row = q + r * width;
-            for (ptrdiff_t l = 0; l < LANES; l++) {
-                const REAL *key = k + (j + (l < keys ? l : 0)) * ldk;
-                VEC even = v_splat(0), odd = v_splat(0);
-                ptrdiff_t d = 0;
-                for (; d + 2 * LANES <= D; d += 2 * LANES) {
-                    even = even + v_load(key + d) * v_load(row + d);
-                    odd = odd + v_load(key + d + LANES) * v_load(row + d + LANES);
-                }
-                for (; d < D; d += LANES) even = even + v_load_n(key + d, D - d, 0) * v_load(row + d);
-                sum[l] = even + odd;
+    const ptrdiff_t line = 64 / (ptrdiff_t)sizeof(REAL);
+    /* Each pass over the group fetches its share, so that memory is never idle. */
+    ptrdiff_t key_share = ROUND_UP((D + ahead->passes - 1) / ahead->passes, line), key_from = pass * key_share;
+    ptrdiff_t value_share = ROUND_UP((ahead->Dv + ahead->passes - 1) / ahead->passes, line), value_from = pass * value_share;
+    ptrdiff_t key_to = key_from + key_share < D ? key_from + key_share : D;
+    ptrdiff_t value_to = value_from + value_share < ahead->Dv ? value_from + value_share : ahead->Dv;
+    VEC sum[4][LANES];
+    for (ptrdiff_t l = 0; l < LANES; l++) {
+        const REAL *key = k + (l < keys ? l : 0) * ldk;
+        if (l < keys)
+            for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch(ahead->v + l * ahead->ldv + d);
+        if (l + LANES < ahead->keys_left)
+            for (ptrdiff_t d = key_from; d < key_to; d += line) v_prefetch(key + LANES * ldk + d);
+        VEC even[4], odd[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) even[r] = odd[r] = v_splat(0);
+        ptrdiff_t d = 0;
+        for (; d + 2 * LANES <= D; d += 2 * LANES) {
+            VEC first = v_load(key + d), second = v_load(key + d + LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < many; r++) {
+                even[r] = even[r] + first * v_load(q + r * width + d);
+                odd[r] = odd[r] + second * v_load(q + r * width + d + LANES);
             }
-            v_store(scores + r * DECODE_KEYS + j, FMHA_NAME(sums)(sum));
         }
+        for (; d < D; d += LANES) {
+            VEC first = v_load_n(key + d, D - d, 0);
+#pragma GCC unroll 4
+            for (int r = 0; r < many; r++) even[r] = even[r] + first * v_load(q + r * width + d);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) sum[r][l] = even[r] + odd[r];
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++) v_store(scores + r * DECODE_KEYS, FMHA_NAME(sums)(sum[r]));
+}
+
+/* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time, four rows at a time. */
+static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk,
+                                     const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv, ptrdiff_t keys_left, REAL *scores)
+{
+    ptrdiff_t width = ROUND_UP(D, LANES);
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        FMHA_NAME(ahead) ahead = {v + j * ldv, ldv, Dv, keys_left - j, rows / 4 + rows % 4 / 2 + rows % 2};
+        ptrdiff_t keys = n - j < LANES ? n - j : LANES, r = 0, pass = 0;
+        for (; r + 4 <= rows; r += 4)
+            FMHA_NAME(decode_group)(4, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
+        for (; r + 2 <= rows; r += 2)
+            FMHA_NAME(decode_group)(2, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
+        for (; r < rows; r++)
+            FMHA_NAME(decode_group)(1, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
     }
 }
 
@@ -59,7 +96,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS;
-        FMHA_NAME(decode_scores)(rows, n, p->D, q, k + j * ldk, ldk, v + j * ldv, ldv, p->Dv, scores);
+        FMHA_NAME(decode_scores)(rows, n, p->D, q, k + j * ldk, ldk, v + j * ldv, ldv, p->Dv, last - j, scores);
         int touched = p->bool_mask.data || p->additive_mask.data;
         for (ptrdiff_t r = 0; r < rows; r++) {
             REAL *s = scores + r * DECODE_KEYS;
