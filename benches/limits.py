@@ -373,8 +373,8 @@ def shape_table(L: int, dtype: str, options: argparse.Namespace) -> Table:
     return Table(f"Cliffs, {dtype}, L {L}: GF/s over what the neighbours predict", [
         Finding(label, with_rates(rates[label], share(rates[label], wanted)), floor)
         for label, (wanted, floor) in expected.items()],
-        "Neighbours: of D and L the next multiples of 16, interpolated (72: 64 and 80); of Dv, products of widths D and "
-        "Dv at their own rates; of one key/value head, as many as query heads.")
+        "Neighbours: of D and L the next multiples of 16, interpolated (72: 64 and 80); of Dv, products of widths D "
+        "and Dv at their own rates; of one key/value head, as many as query heads.")
 
 
 def cross_table(dtype: str, options: argparse.Namespace) -> Table:
@@ -465,8 +465,8 @@ def memory(options: argparse.Namespace) -> Iterator[Table]:
             "above": found["above"], "inputs": found["inputs"], "outputs": found["outputs"],
             "scratch by the plan": found["scratch"]}, Floor(high=64.0), ("above",))],
         "In a fresh process: ru_maxrss after both calls, less the resident size before them with the inputs written, "
-        "less the nbytes of the outputs (out, lse, three gradients), all alive at the end. These are the first calls of "
-        "the process: stacks of threads and the like are in it.")
+        "less the nbytes of the outputs (out, lse, three gradients), all alive at the end. These are the first calls "
+        "of the process: stacks of threads and the like are in it.")
 
 
 # ---------------------------------------------------------------------------------------------- growth

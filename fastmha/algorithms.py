@@ -40,8 +40,8 @@ def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weig
         out[...] = target
 
 
-def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray, grad_k: np.ndarray,
-                  grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
+def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
+                  grad_k: np.ndarray, grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
     """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)

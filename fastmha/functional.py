@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from fastmha import _core, algorithms, threads, validate
-
 from fastmha._core import Problem
 from fastmha.plan import Plan, choose, make_plan
 

@@ -83,7 +83,7 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     """
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
-    _, H, Hkv, Lq, Lk, _, _ = problem.shape
+    _, H, Hkv, Lq, _, _, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
     vectors = _core.selected_isa()[0] != "baseline"
     against = {}
@@ -105,8 +105,10 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
         name, why = "blas", "the kernels have no fused multiply-add here, BLAS may"
     reasons = {name: why}
     reasons.setdefault("blas", "scores pass through memory between two products")
-    reasons.setdefault("tiled", "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add")
-    reasons.setdefault("decode", against.get("decode", f"{rows} query rows a key/value head: arithmetic is the limit, not memory"))
+    lanes = "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add"
+    reasons.setdefault("tiled", lanes)
+    many = f"{rows} query rows a key/value head: arithmetic is the limit, not memory"
+    reasons.setdefault("decode", against.get("decode", many))
     if algorithm != "auto":
         reasons = {n: w if n == name else f"{name} was named by the caller" for n, w in reasons.items()}
     return name, reasons
@@ -179,7 +181,7 @@ def makespan(items: np.ndarray, threads: int) -> float:
 
 def _items(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> np.ndarray:
     """Relative costs of the items of a run, in the order in which they are handed out."""
-    B, H, Hkv, Lq, Lk, _, _ = problem.shape
+    B, H, Hkv, _, Lk, _, _ = problem.shape
     group = H // Hkv if Hkv else 0
     work = pairs(problem)                                       # (B, Lq)
     if name == "decode":

@@ -35,7 +35,8 @@ def floats(name: str, x: Any, ndim: int | None = None, axes: str = "") -> np.nda
     if type(x) is not np.ndarray:
         x = as_array(name, x)
     if x.dtype not in FLOAT_TYPES:
-        raise TypeError(f"{name} must be float32 or float64 (native byte order), got {x.dtype.str if x.dtype.kind == 'f' else x.dtype}")
+        came = x.dtype.str if x.dtype.kind == "f" else x.dtype
+        raise TypeError(f"{name} must be float32 or float64 (native byte order), got {came}")
     if ndim is not None and x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes {axes}, got shape {x.shape}")
     return x
@@ -125,7 +126,7 @@ def attention_problem(
         raise ValueError(f"{name} has batch size {got} on axis 0 but q has {B}")
     if Hv != Hkv:
         raise ValueError(f'v has {Hv} heads on axis {head_axis} of layout "{layout}" but k has {Hkv}')
-    if H != Hkv and (Hkv == 0 or H % Hkv):
+    if Hkv != H and (Hkv == 0 or H % Hkv):
         raise ValueError(f'k has {Hkv} heads on axis {head_axis} of layout "{layout}" but q has {H}: '
                          "q's heads must be a multiple of k's")
     if Lv != Lk:

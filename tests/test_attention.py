@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 
 import fastmha
-from fastmha.plan import ALGORITHMS
 from fastmha import reference
+from fastmha.plan import ALGORITHMS
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129)
 
