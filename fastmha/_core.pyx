@@ -124,6 +124,11 @@ def selected_isa():
     return kernel_tables[0].name.decode(), kernel_tables[0].vector_bytes
 
 
+def fused_multiply_add():
+    """Whether the kernels in use have it: all but the baseline's do."""
+    return kernel_tables[0] != fmha_kernels_of(0, 0)
+
+
 def bind_blas_threads(uintptr_t getter, uintptr_t setter):
     """Addresses of `int get(void)` and `void set(int)` of SciPy's BLAS thread count, 0 and 0 where there are none."""
     fmha_blas_threads_bind(<int (*)() noexcept nogil>getter, <void (*)(int) noexcept nogil>setter)

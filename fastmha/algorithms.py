@@ -82,7 +82,7 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     """out := op(a) @ op(b) (+ bias): matrices with unit last stride, in slices on the pool; by BLAS, or by the kernels' own
     product where `product_by_blas` says that is no slower."""
     m, n = out.shape
-    slices = product_slices(m, n)
+    slices = (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
     if blas or product_by_blas(m):
         _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:

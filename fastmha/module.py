@@ -209,18 +209,21 @@ class AttentionModule:
             raise ValueError(f"context has batch size {C.shape[0]} on axis 0 but X has {B}")
         # projected is allocated first, so that everything about the call is checked before anything is computed
         q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
-        slices = (slice(0, v_end),) if C is None else (slice(0, q_end), slice(q_end, v_end))
-        sources = (X,) if C is None else (X, C)
-        projected = tuple(np.empty((*x.shape[:2], s.stop - s.start), self.dtype) for x, s in zip(sources, slices))
+        if C is None:
+            projected: tuple[np.ndarray, ...] = (np.empty((B, L, v_end), self.dtype),)
+        else:
+            projected = np.empty((B, L, q_end), self.dtype), np.empty((B, C.shape[1], v_end - q_end), self.dtype)
         q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset, key_padding_lengths, window, None,
                                              softcap)
         name, _ = choose(problem, self.algorithm, weights=need_weights)
         blas = self.algorithm == "blas"
-        for x, y, s in zip(sources, projected, slices):
-            algorithms.product(_rows(x), self._W_in[:, s], _rows(y), workers,
-                               blas=blas,
-                               bias=None if self._b_in is None else self._b_in[s])
+        if C is None:
+            algorithms.product(_rows(X), self._W_in, _rows(projected[0]), workers, bias=self._b_in, blas=blas)
+        else:
+            for x, y, columns in ((X, projected[0], slice(0, q_end)), (C, projected[1], slice(q_end, v_end))):
+                bias = None if self._b_in is None else self._b_in[columns]
+                algorithms.product(_rows(x), self._W_in[:, columns], _rows(y), workers, bias=bias, blas=blas)
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
         lse = np.empty((B, self._H, L), self.dtype) if training else None
         weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
@@ -234,6 +237,9 @@ class AttentionModule:
 
     def _heads(self, projected: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q (B, H, L, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv): views of the projections."""
+        if len(projected) == 1 and self._D == self._Dv:
+            heads = _split(projected[0], self._H + 2 * self._Hkv)
+            return heads[:, :self._H], heads[:, self._H:self._H + self._Hkv], heads[:, self._H + self._Hkv:]
         Q, KV = projected[0], projected[-1]
         q_end = self._columns["Q"].stop
         start = q_end if len(projected) == 1 else 0

@@ -6,6 +6,7 @@ Nothing here looks at values of q, k, v, at the batch size or at the number of t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -79,13 +80,18 @@ class Plan:
 def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bool = False) -> tuple[str, dict[str, str]]:
     """The algorithm for a problem, and the reasons for and against each.
 
-    Looks at lengths, widths and the instruction set alone: not at the batch size, not at threads, not at values.
+    Looks at lengths, dtype and the instruction set alone: not at the batch size, not at threads, not at values.
     """
-    if algorithm not in ALGORITHMS:
-        validate.choice("algorithm", algorithm, ALGORITHMS)
     _, H, Hkv, Lq, _, _, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
-    vectors = _core.selected_isa()[0] != "baseline"
+    return _choose(rows, problem.is_double, _core.fused_multiply_add(), algorithm, backward, weights)
+
+
+@lru_cache(maxsize=1024)
+def _choose(rows: int, is_double: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
+    """`choose` for so many query rows a key/value head (Lq · H / Hkv), with fused multiply-add in the kernels or without."""
+    if algorithm not in ALGORITHMS:
+        validate.choice("algorithm", algorithm, ALGORITHMS)
     against = {}
     if backward:
         against["decode"] = "it has no backward pass"
@@ -96,21 +102,19 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     if algorithm != "auto":
         if algorithm in against:
             raise ValueError(f'algorithm "{algorithm}" cannot serve this call: {against[algorithm]}')
-        name, why = algorithm, "named by the caller"
-    elif "decode" not in against and rows <= _DECODE_ROWS:
+        return algorithm, {n: "named by the caller" if n == algorithm else f"{algorithm} was named by the caller"
+                           for n in (algorithm, *(n for n in ALGORITHMS[1:] if n != algorithm))}
+    if "decode" not in against and rows <= _DECODE_ROWS:
         name, why = "decode", f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
-    elif vectors or problem.dtype == np.float64 or rows <= _BLOCK_ROWS:
+    elif fused or is_double or rows <= _BLOCK_ROWS:
         name, why = "tiled", "scores never leave the caches, O(L) memory"
     else:
         name, why = "blas", "the kernels have no fused multiply-add here, BLAS may"
     reasons = {name: why}
     reasons.setdefault("blas", "scores pass through memory between two products")
-    lanes = "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add"
-    reasons.setdefault("tiled", lanes)
+    reasons.setdefault("tiled", "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add")
     many = f"{rows} query rows a key/value head: arithmetic is the limit, not memory"
     reasons.setdefault("decode", against.get("decode", many))
-    if algorithm != "auto":
-        reasons = {n: w if n == name else f"{name} was named by the caller" for n, w in reasons.items()}
     return name, reasons
 
 
@@ -152,7 +156,7 @@ def product_slices(m: int, n: int) -> tuple[int, int]:
 def product_by_blas(m: int) -> bool:
     """Whether a product with m rows goes through BLAS: a single row is a gemv, and without fused multiply-add in the kernels
     BLAS is at least as fast."""
-    return m == 1 or _core.selected_isa()[0] == "baseline"
+    return m == 1 or not _core.fused_multiply_add()
 
 
 def pairs(problem: Problem) -> np.ndarray:
@@ -216,7 +220,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) ->
     used = max(1, min(threads, len(items)))
     ideal, span = float(items.sum()) / max(1, threads), makespan(items, threads)
     return Plan(
-        algorithm=name, reasons=reasons, isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
+        algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
         bytes_copied=copied, scratch_bytes=scratch * used, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{problem.dtype} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"

@@ -52,7 +52,8 @@ def test_a_finding_is_met_by_its_judged_columns_alone(limits):
 def test_a_table_shows_each_line_with_floor_and_verdict(limits):
     floor = limits.Floor(high=1.1)
     text = str(limits.Table("title", [
-        limits.Finding("kept", {"a": 1.0}, floor, ("a",)), limits.Finding("missed", {"a": 1.5, "b": "x"}, floor, ("a",)),
+        limits.Finding("kept", {"a": 1.0}, floor, ("a",)),
+        limits.Finding("missed", {"a": 1.5, "b": "x"}, floor, ("a",)),
         limits.Finding("plain", {"a": 1.0})], "note"))
     lines = [re.split(r"  +", line.strip()) for line in text.splitlines()]
     assert lines == [["title"], ["floor", "a", "b", "met"], ["kept", "≤ 1.10", "1.00", "yes"],
@@ -76,8 +77,9 @@ def test_interpolated_rates_lie_on_the_line(limits):
 def test_two_widths_take_the_time_of_each_product_at_its_own_rate(limits):
     of_D, of_Dv = dict.fromkeys(limits.PASSES, 10.0), dict.fromkeys(limits.PASSES, 30.0)
     for pass_, of_width, of_value_width in (("forward", 1, 1), ("backward", 3, 2), (limits.BOTH, 4, 3)):
-        work = of_width * 64, of_value_width * 128
-        assert limits.two_widths(64, 128, of_D, of_Dv)[pass_] == pytest.approx(sum(work) / (work[0] / 10 + work[1] / 30))
+        work, value_work = of_width * 64, of_value_width * 128
+        rate = (work + value_work) / (work / 10 + value_work / 30)
+        assert limits.two_widths(64, 128, of_D, of_Dv)[pass_] == pytest.approx(rate)
 
 
 def test_rates_count_the_pairs_that_are_left(limits, monkeypatch):
@@ -101,7 +103,8 @@ def call(request, limits):
     return {
         "plain": limits.draw("plain", 2, 3, 40, 5),
         "grouped": limits.draw("grouped", 2, 6, 40, 5, "float64", Hkv=2, Dv=3, softcap=3.0),
-        "rules": limits.draw("rules", 2, 2, 40, 5, is_causal=True, window=(35, None), key_padding_lengths=np.array([39, 36])),
+        "rules": limits.draw("rules", 2, 2, 40, 5, is_causal=True, window=(35, None),
+                             key_padding_lengths=np.array([39, 36])),
         "boolean": limits.draw("boolean", 2, 2, 40, 5, mask=rng.random((40, 40)) < 0.1),
         "additive": limits.draw("additive", 2, 2, 40, 5, "float64", mask=rng.standard_normal((40, 40))),
         "cross": limits.draw("cross", 2, 2, 40, 5, Lk=50, is_causal=True, offset=10),
@@ -157,9 +160,9 @@ def test_balance_is_judged_while_each_thread_has_twelve_blocks(limits):
 @pytest.fixture
 def tiny(limits, monkeypatch):
     for name, value in {
-        "LENGTHS": (32,), "DECODE_KEYS": 20, "CROSS": (12, 40), "CROSS_SQUARE": 22, "GROWTH_LENGTHS": (8, 16), "CAUSAL_AT": 8,
-        "QUERIES": ((1, 2), (9, 1)), "KEYS": (5,), "CROSSOVER_WIDTHS": (8,), "SQUARES": ((1, 2, 768, 8),), "REPEATS": 1,
-        "SHOWN_THREADS": (1, 2), "DECODES": ((1, 4, 2, 20, 8),),
+        "LENGTHS": (32,), "DECODE_KEYS": 20, "CROSS": (12, 40), "CROSS_SQUARE": 22, "GROWTH_LENGTHS": (8, 16),
+        "CAUSAL_AT": 8, "QUERIES": ((1, 2), (9, 1)), "KEYS": (5,), "CROSSOVER_WIDTHS": (8,), "REPEATS": 1,
+        "SQUARES": ((1, 2, 768, 8),), "SHOWN_THREADS": (1, 2), "DECODES": ((1, 4, 2, 20, 8),),
     }.items():
         monkeypatch.setattr(limits, name, value)
     monkeypatch.setattr(limits.time, "sleep", lambda seconds: None)
@@ -182,7 +185,8 @@ def test_a_section_prints_its_tables_and_writes_them(limits, tiny, section, tmp_
     assert status == (1 if missed else 0)
 
 
-@pytest.mark.parametrize("arguments", [["--only", "all"], ["--threads", "0"], ["--seconds", "-1"], ["--seconds", "nan"]])
+@pytest.mark.parametrize("arguments", [
+    ["--only", "all"], ["--threads", "0"], ["--seconds", "-1"], ["--seconds", "nan"]], ids="=".join)
 def test_wrong_arguments_end_with_usage(limits, arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         limits.main(arguments)

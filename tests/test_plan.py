@@ -1,4 +1,4 @@
-"""The plan: which algorithm, a pure function of lengths, widths, dtype and instruction set; why; how even the work is."""
+"""The plan: which algorithm, by lengths, widths, dtype and instruction set alone; why; and how even the work is."""
 
 import dataclasses
 
@@ -107,7 +107,7 @@ def test_reasons_name_every_algorithm(isa, algorithm, H, Lq, backward):
 def test_a_name_that_is_none_is_refused(rng):
     q, k, v, _ = draw(rng)
     for function in (fastmha.plan, fastmha.attention):
-        with pytest.raises(ValueError, match="algorithm must be .*, got 'flash'"):
+        with pytest.raises(ValueError, match=r"algorithm must be .*, got 'flash'"):
             function(q, k, v, algorithm="flash")
 
 
@@ -115,7 +115,8 @@ def test_a_name_that_is_none_is_refused(rng):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "backward"), [(name, False) for name in ALGORITHMS] + [("auto", True), ("blas", True), ("tiled", True)]
+    ("algorithm", "backward"),
+    [(name, False) for name in ALGORITHMS] + [("auto", True), ("blas", True), ("tiled", True)],
 )
 def test_the_receipt_says_it_all(isa, algorithm, backward, capsys):
     rules = {"is_causal": True, "offset": 595}
