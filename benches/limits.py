@@ -164,13 +164,15 @@ def draw(label: str, B: int, H: int, L: int, D: int, dtype: str = "float32", *, 
     rng = np.random.default_rng(0)
     Hkv, Lk, Dv = (H if Hkv is None else Hkv), (L if Lk is None else Lk), (D if Dv is None else Dv)
     shapes = (B, H, L, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), (B, H, L, Dv)
-    return Call(label, *(rng.standard_normal(shape, np.dtype(dtype)) for shape in shapes), rules=rules)
+    q, k, v, grad_out = (rng.standard_normal(shape, np.dtype(dtype)) for shape in shapes)
+    return Call(label, q, k, v, grad_out, rules)
 
 
 def as_projected(label: str, of: Case) -> Call:
     """A call with layout "BLHD" on heads where a fused projection writes them."""
     o = runner.Operands(of)
-    return Call(label, *(x.transpose(0, 2, 1, 3) for x in (o.q, o.k, o.v, o.grad_out)), rules={"layout": "BLHD"})
+    q, k, v, grad_out = (x.transpose(0, 2, 1, 3) for x in (o.q, o.k, o.v, o.grad_out))
+    return Call(label, q, k, v, grad_out, {"layout": "BLHD"})
 
 
 def end(length: int, n: int, at: int) -> slice:
@@ -273,7 +275,8 @@ def measure(calls: Sequence[Call], options: argparse.Namespace,
 
 def flop_rates(calls: Sequence[Call], options: argparse.Namespace) -> dict[str, Rates]:
     """Operations per second of each call, forward, backward, and of one after the other."""
-    best, found = measure(calls, options), {}
+    best = measure(calls, options)
+    found: dict[str, Rates] = {}
     for call in calls:
         work = {d: call.flops(d) for d in DIRECTIONS}
         seconds = {d: best[call.label, d] for d in DIRECTIONS}

@@ -255,8 +255,7 @@ def test_large_finite_values_average_finite_and_leave_other_columns_alone(isa, d
 
 
 def scratch(L, Lk=None, *, algorithm, **keywords):
-    q = np.broadcast_to(np.float32(0), (1, 1, L, 64))
-    k = np.broadcast_to(np.float32(0), (1, 1, Lk or L, 64))
+    q, k = (np.empty((1, 1, n, 64), np.float32) for n in (L, Lk or L))  # memory that nobody touches
     return fastmha.plan(q, k, k, algorithm=algorithm, num_threads=2, **keywords).scratch_bytes
 
 
@@ -281,21 +280,28 @@ def test_scratch_of_decode_does_not_grow_with_the_square_of_the_length(isa):
 # ---------------------------------------------------------------------------------------------------------- far strides
 
 
-def far(tmp_path, x, apart, axis):
-    """x with `apart` elements between neighbours along an axis, in a sparse file; the other axes as they are packed."""
-    strides = [s // x.itemsize for s in np.ascontiguousarray(x).strides]
-    strides[axis] = apart
-    reach = sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True)) + 1
-    flat = np.memmap(tmp_path / f"sparse{len(list(tmp_path.iterdir()))}", x.dtype, "w+", shape=(reach,))
-    view = as_strided(np.asarray(flat), x.shape, [s * x.itemsize for s in strides])
-    view[...] = x
-    return view
+@pytest.fixture(scope="module")
+def far(tmp_path_factory):
+    """A function that places an array with `apart` elements between neighbours along an axis, in one sparse file."""
+    path = tmp_path_factory.mktemp("far") / "sparse"
+    memory = np.asarray(np.memmap(path, np.uint8, "w+", shape=(9 * 2**30,)))
+    path.unlink()
+
+    def place(x, apart, axis):
+        strides = list(np.ascontiguousarray(x).strides)
+        strides[axis] = apart * x.itemsize
+        assert sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True)) + x.itemsize <= memory.size
+        view = as_strided(memory[: memory.size // 8 * 8].view(x.dtype), x.shape, strides)
+        view[...] = x
+        return view
+
+    return place
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("algorithm", ["tiled", "decode"])
-def test_elements_beyond_2_to_the_31_are_found(isa, algorithm, axis, backwards, rng, tmp_path):
+def test_elements_beyond_2_to_the_31_are_found(isa, algorithm, axis, backwards, rng, far):
     """Each operand with neighbours 2**31 + 5 elements apart along one axis, forward and backward."""
     arrays = draw(rng, 2, 2, 2, 2, 2, 7, 9, np.float32)
     keywords = {"is_causal": True}
@@ -311,21 +317,19 @@ def test_elements_beyond_2_to_the_31_are_found(isa, algorithm, axis, backwards, 
     turned = tuple(step if a == axis else slice(None) for a in range(4))
     for n in range(4):
         changed = list(arrays)
-        changed[n] = far(tmp_path, arrays[n][turned], 2**31 + 5, axis)[turned]
+        changed[n] = far(arrays[n][turned], 2**31 + 5, axis)[turned]
         assert_same(expected, results(*changed))
-    out = far(tmp_path, np.full_like(arrays[3], np.nan)[turned], 2**31 + 5, axis)[turned]
+    out = far(np.full_like(arrays[3], np.nan)[turned], 2**31 + 5, axis)[turned]
     assert_same(expected, results(*arrays, out=out))
-    for x in tmp_path.iterdir():
-        x.unlink()
 
 
-def test_whole_blocks_of_rows_beyond_2_to_the_31(isa, rng, tmp_path):
+def test_whole_blocks_of_rows_beyond_2_to_the_31(isa, rng, far):
     """Rows 2**25 + 16 elements apart: the later ones of a block, and of a tile, are more than 2**31 elements away."""
     arrays = draw(rng, 1, 1, 1, 66, 66, 4, 4, np.float32)
     expected = run(fastmha, *arrays, algorithm="tiled")
     for n in range(4):
         changed = list(arrays)
-        changed[n] = far(tmp_path, arrays[n], 2**25 + 16, 2)
+        changed[n] = far(arrays[n], 2**25 + 16, 2)
         assert_same(expected, run(fastmha, *changed, algorithm="tiled"))
         if n in (1, 2):
             q = arrays[0][:, :, :2]
@@ -333,27 +337,23 @@ def test_whole_blocks_of_rows_beyond_2_to_the_31(isa, rng, tmp_path):
                 fastmha.attention(q, *arrays[1:3], algorithm="decode", return_lse=True),
                 fastmha.attention(q, *changed[1:3], algorithm="decode", return_lse=True),
             )
-    for x in tmp_path.iterdir():
-        x.unlink()
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3], ids=["batch", "head", "query", "key"])
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("algorithm", ["tiled", "decode"])
-def test_masks_beyond_2_to_the_31_are_found(algorithm, kind, axis, rng, tmp_path):
+def test_masks_beyond_2_to_the_31_are_found(algorithm, kind, axis, rng, far):
     q, k, v, g = draw(rng, 2, 2, 2, 2, 2, 7, 9, np.float32)
     mask = np.zeros((2, 2, 2, 2), bool)
     mask[0, 1, 0, 1] = mask[1, 0, 1, 0] = mask[1, 1, 1, 1] = True
     if kind == "additive":
         mask = np.where(mask, -np.inf, 0.25).astype(np.float32)
     expected = fastmha.attention(q, k, v, mask=mask, algorithm=algorithm, return_lse=True)
-    there = far(tmp_path, mask, 2**31 + 5, axis)
+    there = far(mask, 2**31 + 5, axis)
     assert_same(expected, fastmha.attention(q, k, v, mask=there, algorithm=algorithm, return_lse=True))
     if algorithm == "tiled":
         expected = run(fastmha, q, k, v, g, mask=mask, algorithm=algorithm)
         assert_same(expected, run(fastmha, q, k, v, g, mask=there, algorithm=algorithm))
-    for x in tmp_path.iterdir():
-        x.unlink()
 
 
 # ------------------------------------------------------------------------------------------- the product of projections

@@ -228,12 +228,15 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
 /* x * 0 is 0 for finite x and NaN for the others. */
 static int FMHA_NAME(all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx)
 {
-    VEC zero = v_splat(0), trace = zero;
+    VEC zero = v_splat(0), trace[4] = {zero, zero, zero, zero};        /* four sums: none waits for the one before */
     for (ptrdiff_t i = 0; i < rows; i++) {
         const REAL *x = (const REAL *)x_ + i * ldx;
-        for (ptrdiff_t j = 0; j < cols; j += LANES) trace = trace + v_load_n(x + j, cols - j, 0) * zero;
+        ptrdiff_t j = 0;
+        for (; j + 4 * LANES <= cols; j += 4 * LANES)
+            for (int a = 0; a < 4; a++) trace[a] = trace[a] + v_load(x + j + a * LANES) * zero;
+        for (; j < cols; j += LANES) trace[0] = trace[0] + v_load_n(x + j, cols - j, 0) * zero;
     }
-    return FMHA_NAME(sum)(trace) == 0;
+    return FMHA_NAME(sum)((trace[0] + trace[1]) + (trace[2] + trace[3])) == 0;
 }
 
 static void FMHA_NAME(copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy)
