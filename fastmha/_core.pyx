@@ -594,7 +594,7 @@ def tiled_forward(Problem problem, out, lse, weights, ptrdiff_t block_rows, int 
         fmha_pool_run(task, &c, items, threads)
 
 
-def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, bint split, int threads):
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t block_rows, bint split, int threads):
     """Gradients of the "tiled" algorithm; all arrays with unit last stride.
 
     Items are whole key/value heads; with `split` two passes over smaller ones, more work for more threads, same bits.
@@ -605,6 +605,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     cdef ptrdiff_t size = problem.itemsize, items, heads
     c.p = problem.c
     read_array(out, &c.out, NULL, size, False)
+    c.block_rows = block_rows
     c.lse = pointer(lse, False)
     read_array(grad_out, &c.grad_out, NULL, size, False)
     read_array(grad_q, &c.grad_q, NULL, size, True)
@@ -619,7 +620,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         if mode == FMHA_KEYS:
             items = heads * ((c.p.Lk + 191) // 192)
         elif mode == FMHA_QUERIES:
-            items = heads * ((c.p.H // c.p.Hkv * c.p.Lq + 63) // 64)
+            items = heads * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
         used = max(1, min(threads, items))
         scratch = Scratch(kernels.backward_scratch(&c.p, c.mode) * size, used)
         c.scratch, c.scratch_size = scratch.start, scratch.size

@@ -74,7 +74,8 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
     if pack:
         problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
         grad_out = packed(grad_out, threads)
-    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_split(problem, threads), threads)
+    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_rows(problem, backward=True),
+                         tiled_split(problem, threads), threads)
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,

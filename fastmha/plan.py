@@ -118,12 +118,15 @@ def _choose(rows: int, is_double: bool, fused: bool, algorithm: str, backward: b
     return name, reasons
 
 
-def tiled_rows(problem: Problem) -> int:
-    """Query rows of a block of the tiled forward pass: smaller where causality or a window would leave much of a block's
-    keys unused. A row's bits do not depend on it."""
+def tiled_rows(problem: Problem, backward: bool = False) -> int:
+    """Query rows of a block of the tiled algorithm: smaller where causality or a narrow window would leave much of a
+    block's keys unused. In the forward pass a row's bits do not depend on it."""
     _, H, Hkv, Lq, _, _, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
-    return 32 if problem.offset is not None and _BLOCK_ROWS // 2 < rows <= 4 * _BLOCK_ROWS else _BLOCK_ROWS
+    left, right = problem.window
+    if left is not None and right is not None and left + right < 4 * _BLOCK_ROWS:
+        return 16 if left + right < 2 * _BLOCK_ROWS else 32
+    return 32 if right is not None and _BLOCK_ROWS // 2 < rows <= 4 * _BLOCK_ROWS and not backward else _BLOCK_ROWS
 
 
 def tiled_split(problem: Problem, threads: int) -> bool:
@@ -211,7 +214,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) ->
         copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
         scratch = _core.blas_scratch(problem, rows, backward)
     elif name == "tiled":
-        rows, keys = _BLOCK_ROWS if backward else tiled_rows(problem), _TILE_KEYS
+        rows, keys = tiled_rows(problem, backward), _TILE_KEYS
         scratch = _core.tiled_scratch(problem, backward, tiled_split(problem, threads))
     else:
         rows, keys = Lq * (H // Hkv if Hkv else 0), _CHUNK_KEYS

@@ -199,6 +199,59 @@ static inline int FMHA_NAME(touched)(const fmha_problem *p, const FMHA_NAME(rows
     return p->bool_mask.data || p->additive_mask.data || j < block->common0 || j + n > block->common1;
 }
 
+/* Where a mask's row for row r of the block starts, at key j. */
+static inline const char *FMHA_NAME(mask_row_at)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j,
+                                                 ptrdiff_t size)
+{
+    const ptrdiff_t *stride = mask->stride;
+    return mask->data + (block->b * stride[0] + block->head[r] * stride[1] + block->query[r] * stride[2] + j * stride[3]) * size;
+}
+
+#if HAVE_TRANSPOSE
+/* LANES bytes of a boolean mask as what they add to scores: -inf where not 0. */
+static inline VEC FMHA_NAME(load_removed)(const char *m)
+{
+    typedef unsigned char bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+    IVEC wide = __builtin_convertvector(*(const bytes *)m, IVEC);
+    return v_from_bits((IVEC)(wide != 0) & v_bits(v_splat(NEGATIVE_INFINITY)));
+}
+#endif
+
+/* A mask (boolean or additive) that differs from row to row on the tile's scores^T: squares of LANES rows and keys are
+ * transposed in registers, what is left over goes one by one. */
+static inline __attribute__((always_inline)) void FMHA_NAME(mask_rows)(const fmha_array *mask, const int boolean, const FMHA_NAME(rows) *block,
+                                                                       ptrdiff_t j, ptrdiff_t n, REAL *s)
+{
+    ptrdiff_t queries = block->queries, step = mask->stride[3], size = boolean ? 1 : (ptrdiff_t)sizeof(REAL);
+    for (ptrdiff_t q = 0; q < block->rows; q += LANES) {
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, k = 0;
+        const char *row[LANES];
+        for (ptrdiff_t l = 0; l < rows; l++) row[l] = FMHA_NAME(mask_row_at)(mask, block, q + l, j, size);
+#if HAVE_TRANSPOSE
+        VEC gone = v_splat(NEGATIVE_INFINITY);
+        for (; rows == LANES && step == 1 && k + LANES <= n; k += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++)
+                part[l] = boolean ? FMHA_NAME(load_removed)(row[l] + k) : v_load((const REAL *)row[l] + k);
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) {
+                REAL *to = s + (k + l) * queries + q;
+                v_store(to, v_select(v_equal(part[l], gone), gone, v_load(to) + part[l]));
+            }
+        }
+#endif
+        for (ptrdiff_t l = 0; l < rows; l++)
+            for (ptrdiff_t e = k; e < n; e++) {
+                REAL *to = s + e * queries + q + l, add = 0;
+                if (boolean) add = row[l][e * step] ? NEGATIVE_INFINITY : 0;
+                else add = ((const REAL *)row[l])[e * step];
+                *to = add == NEGATIVE_INFINITY ? add : *to + add;
+            }
+    }
+}
+
 /* scores^T (keys, queries): softcap, additive mask, then -inf where a pair is removed. slope, if given, gets the
  * derivative of the softcap. */
 static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, REAL *s, REAL *slope)
@@ -223,13 +276,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                     v_store(s + k * queries + q, v_select(v_equal(add, gone), gone, v_load(s + k * queries + q) + add));
             }
         } else {
-            for (ptrdiff_t r = 0; r < block->rows; r++) {
-                const REAL *row = m + block->head[r] * stride[1] + block->query[r] * stride[2];
-                for (ptrdiff_t k = 0; k < n; k++) {
-                    REAL add = row[k * stride[3]], *to = s + k * queries + r;
-                    *to = add == NEGATIVE_INFINITY ? add : *to + add;
-                }
-            }
+            FMHA_NAME(mask_rows)(&p->additive_mask, 0, block, j, n, s);
         }
     }
     if (p->bool_mask.data) {
@@ -240,13 +287,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                 if (m[k * stride[3]])
                     for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(s + k * queries + q, v_splat(NEGATIVE_INFINITY));
         } else {
-            for (ptrdiff_t r = 0; r < block->rows; r++) {
-                const unsigned char *row = m + block->head[r] * stride[1] + block->query[r] * stride[2];
-                for (ptrdiff_t k = 0; k < n; k++) {
-                    REAL *to = s + k * queries + r;
-                    *to = row[k * stride[3]] ? NEGATIVE_INFINITY : *to;
-                }
-            }
+            FMHA_NAME(mask_rows)(&p->bool_mask, 1, block, j, n, s);
         }
     }
     if (j < block->common0 || j + n > block->common1) {
@@ -366,7 +407,9 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
     memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
     for (ptrdiff_t start = block->j0 / TILE_KEYS * TILE_KEYS; start < block->j1; start += TILE_KEYS) {
-        ptrdiff_t j = start, n = block->j1 - j < TILE_KEYS ? block->j1 - j : TILE_KEYS;
+        /* Keys before j0 are left out; an even number of them, or the sums of even and odd keys would change places. */
+        ptrdiff_t j = start < block->j0 ? block->j0 / 2 * 2 : start;
+        ptrdiff_t n = (block->j1 < start + TILE_KEYS ? block->j1 : start + TILE_KEYS) - j;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(product_rows)(n, queries, p->D, keys + j * ldk, ldk, packed, queries, s, queries);
         int touched = FMHA_NAME(touched)(p, block, j, n);
@@ -705,7 +748,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
     const fmha_problem *p = &t->p;
     const int mode = t->mode;
     ptrdiff_t group = p->H / p->Hkv, all_rows = group * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
-    ptrdiff_t blocks = (all_rows + BLOCK_ROWS - 1) / BLOCK_ROWS, tiles = (p->Lk + TILE_KEYS - 1) / TILE_KEYS;
+    ptrdiff_t step = t->block_rows, blocks = (all_rows + step - 1) / step, tiles = (p->Lk + TILE_KEYS - 1) / TILE_KEYS;
     ptrdiff_t first_block = 0, last_block = blocks, first_tile = 0, last_tile = tiles, pair = item;
     if (mode == FMHA_KEYS) {
         pair = item / tiles;
@@ -730,11 +773,11 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
     TAKE(w.copy_q, BLOCK_ROWS * width);
     TAKE(w.copy_grad_out, BLOCK_ROWS * value_width);
     REAL *grad_q;
-    TAKE(grad_q, kept * BLOCK_ROWS * width);
-    TAKE(packed.q, kept * BLOCK_ROWS * p->D);
-    TAKE(packed.grad_out, kept * BLOCK_ROWS * p->Dv);
-    TAKE(packed.lse, kept * BLOCK_ROWS);
-    TAKE(packed.delta, kept * BLOCK_ROWS);
+    TAKE(grad_q, kept * step * width);
+    TAKE(packed.q, kept * step * p->D);
+    TAKE(packed.grad_out, kept * step * p->Dv);
+    TAKE(packed.lse, kept * step);
+    TAKE(packed.delta, kept * step);
 #undef TAKE
     const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
     ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
@@ -747,7 +790,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
         w.grad_out_finite &= FMHA_NAME(all_finite)(p->Lq, p->Dv, g, t->grad_out.stride[2]);
     }
     FMHA_NAME(rows) block;
-    if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * BLOCK_ROWS * width) * sizeof(REAL));
+    if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * step * width) * sizeof(REAL));
     for (ptrdiff_t tile = first_tile; tile < last_tile; tile++) {
         ptrdiff_t j = tile * TILE_KEYS, n = p->Lk - j < TILE_KEYS ? p->Lk - j : TILE_KEYS;
         if (mode != FMHA_QUERIES) {
@@ -755,9 +798,9 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
             memset(w.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
         }
         for (ptrdiff_t x = first_block; x < last_block; x++) {
-            ptrdiff_t rows = all_rows - x * BLOCK_ROWS < BLOCK_ROWS ? all_rows - x * BLOCK_ROWS : BLOCK_ROWS;
-            FMHA_NAME(block_rows)(p, &block, b, hkv, x * BLOCK_ROWS, rows);
-            ptrdiff_t at = mode == FMHA_WHOLE ? x * BLOCK_ROWS : 0;
+            ptrdiff_t rows = all_rows - x * step < step ? all_rows - x * step : step;
+            FMHA_NAME(block_rows)(p, &block, b, hkv, x * step, rows);
+            ptrdiff_t at = mode == FMHA_WHOLE ? x * step : 0;
             FMHA_NAME(packed) own = {packed.q + at * p->D, packed.grad_out + at * p->Dv, packed.lse + at, packed.delta + at};
             if (mode == FMHA_KEYS || tile == first_tile) FMHA_NAME(prepare_block)(t, &block, &own);
             ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
@@ -775,9 +818,9 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
     }
     if (mode == FMHA_KEYS) return;
     for (ptrdiff_t x = first_block; x < last_block; x++)
-        for (ptrdiff_t r = x * BLOCK_ROWS; r < (x + 1) * BLOCK_ROWS && r < all_rows; r++) {
+        for (ptrdiff_t r = x * step; r < (x + 1) * step && r < all_rows; r++) {
             REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + (hkv * group + r / p->Lq) * t->grad_q.stride[1]
                        + r % p->Lq * t->grad_q.stride[2];
-            FMHA_NAME(write_rows)(1, p->D, (REAL)p->scale, grad_q + (r - (mode == FMHA_WHOLE ? 0 : x * BLOCK_ROWS)) * width, width, to, 0);
+            FMHA_NAME(write_rows)(1, p->D, (REAL)p->scale, grad_q + (r - (mode == FMHA_WHOLE ? 0 : x * step)) * width, width, to, 0);
         }
 }
