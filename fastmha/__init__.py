@@ -16,7 +16,7 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
                 |
              _core.pyx                  pointers and strides, the loop over heads, the GIL released
              /      \\
-       _blas.pxd    csrc/               the only door to BLAS; row kernels once per instruction set and dtype,
+       _blas.pxd    csrc/               the only door to BLAS; kernels once per instruction set and dtype,
                                         the thread pool
 
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),

@@ -35,6 +35,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *weights
         fmha_array grad_out, grad_q, grad_k, grad_v
         int mode
+        ptrdiff_t first_head
         char *scratch
         ptrdiff_t scratch_size
         ptrdiff_t block_rows
@@ -77,7 +78,7 @@ cdef extern from "csrc/fastmha.h" nogil:
 
     int FMHA_ISA_COUNT
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
-    ptrdiff_t FMHA_CHUNK_KEYS
+    ptrdiff_t FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -594,10 +595,12 @@ def tiled_forward(Problem problem, out, lse, weights, ptrdiff_t block_rows, int 
         fmha_pool_run(task, &c, items, threads)
 
 
-def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t block_rows, bint split, int threads):
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t block_rows, ptrdiff_t whole,
+                   int threads):
     """Gradients of the "tiled" algorithm; all arrays with unit last stride.
 
-    Items are whole key/value heads; with `split` two passes over smaller ones, more work for more threads, same bits.
+    The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over tiles
+    of keys and blocks of rows: more work, more items, the same bits.
     """
     cdef fmha_tiled c
     cdef Scratch scratch
@@ -612,15 +615,17 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     read_array(grad_k, &c.grad_k, NULL, size, True)
     read_array(grad_v, &c.grad_v, NULL, size, True)
     heads = c.p.B * c.p.Hkv
-    if heads == 0:
-        return
-    for mode in ([FMHA_KEYS, FMHA_QUERIES] if split else [FMHA_WHOLE]):
-        c.mode = mode
-        items = heads
-        if mode == FMHA_KEYS:
-            items = heads * ((c.p.Lk + 191) // 192)
-        elif mode == FMHA_QUERIES:
-            items = heads * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
+    whole = min(whole, heads)
+    for mode in (FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES):
+        c.mode, c.first_head = mode, 0 if mode == FMHA_WHOLE else whole
+        if mode == FMHA_WHOLE:
+            items = whole
+        elif mode == FMHA_KEYS:
+            items = (heads - whole) * ((c.p.Lk + FMHA_TILE_KEYS - 1) // FMHA_TILE_KEYS)
+        else:
+            items = (heads - whole) * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
+        if items == 0:
+            continue
         used = max(1, min(threads, items))
         scratch = Scratch(kernels.backward_scratch(&c.p, c.mode) * size, used)
         c.scratch, c.scratch_size = scratch.start, scratch.size
@@ -635,6 +640,11 @@ def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
     return ((2 * rows + 1) * ld if backward else rows * ld + rows) * problem.itemsize
 
 
+def tile_sizes():
+    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk of the decode algorithm."""
+    return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS
+
+
 def tiled_scratch(Problem problem, bint backward, bint split):
     """Bytes of scratch of one thread of the tiled algorithm."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
@@ -646,11 +656,13 @@ def tiled_scratch(Problem problem, bint backward, bint split):
 
 
 def decode_scratch(Problem problem):
-    """Bytes of scratch of one thread of the decode algorithm, without the results of the chunks."""
-    cdef ptrdiff_t result
+    """Bytes of scratch of the decode algorithm: of one thread, and of the results of all chunks."""
+    cdef ptrdiff_t result, own
     if problem.c.Hkv == 0:
-        return 0
-    return kernel_tables[problem.is_double].decode_scratch(&problem.c, &result) * problem.itemsize
+        return 0, 0
+    own = kernel_tables[problem.is_double].decode_scratch(&problem.c, &result)
+    chunks = problem.c.B * problem.c.Hkv * ((problem.c.Lk + FMHA_CHUNK_KEYS - 1) // FMHA_CHUNK_KEYS)
+    return own * problem.itemsize, chunks * result * problem.itemsize
 
 
 # -------------------------------------------------------------------------------------------------- algorithm "decode"

@@ -5,7 +5,7 @@ import numpy as np
 
 from fastmha import _core
 from fastmha._core import Problem
-from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_rows, tiled_split
+from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_rows, tiled_whole_heads
 
 
 def packed(x: np.ndarray, threads: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
         problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
         grad_out = packed(grad_out, threads)
     _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_rows(problem, backward=True),
-                         tiled_split(problem, threads), threads)
+                         tiled_whole_heads(problem, threads), threads)
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,

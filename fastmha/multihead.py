@@ -30,8 +30,8 @@ class MultiHeadAttention(AttentionModule):
     layout : {"strided", "contiguous", "auto"}
         "strided": attention reads the heads where the fused projection wrote them. "contiguous": heads are packed first,
         each contiguous. Same results to rounding. "auto" chooses; at present always "strided".
-    algorithm : {"auto", "blas"}
-        As in `fastmha.attention`.
+    algorithm : {"auto", "blas", "tiled", "decode"}
+        As in `fastmha.attention`; with "blas" the projections go through BLAS too.
     rng : int, numpy.random.Generator or None
         Weights are drawn from N(0, 2 / (fan_in + fan_out)) in the order W_Q, W_K, W_V, W_O [1]_.
 

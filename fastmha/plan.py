@@ -16,9 +16,7 @@ from fastmha._core import Problem
 ALGORITHMS = ("auto", "blas", "tiled", "decode")
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
-_BLOCK_ROWS = 64                    # query rows of a block of the tiled algorithm, at most
-_TILE_KEYS = 192                    # keys of its tiles
-_CHUNK_KEYS = 512                   # keys of an item of the decode algorithm
+_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS = _core.tile_sizes()
 _DECODE_ROWS = 8                    # query rows a key/value head up to which "auto" decodes
 DECODE_ROWS_MAX = 64
 
@@ -129,11 +127,13 @@ def tiled_rows(problem: Problem, backward: bool = False) -> int:
     return 32 if right is not None and _BLOCK_ROWS // 2 < rows <= 4 * _BLOCK_ROWS and not backward else _BLOCK_ROWS
 
 
-def tiled_split(problem: Problem, threads: int) -> bool:
-    """Whether the tiled backward pass takes two passes over key tiles and query blocks (7 products instead of 5, many
-    items) rather than one over heads. The bits are the same."""
+def tiled_whole_heads(problem: Problem, threads: int) -> int:
+    """How many of the B · Hkv key/value heads the tiled backward pass takes whole, one item each (5 products). The others
+    are what would leave threads idle at the end: they are split into many items, in two passes (7 products), where that
+    ends sooner. The bits are the same."""
     heads = problem.shape[0] * problem.shape[2]
-    return threads > 1 and 7 * heads / threads < 5 * -(-heads // threads) * 0.95
+    even = heads // threads * threads
+    return even if even < heads and 5 * (heads // threads) + 7 * (heads - even) / threads < 5 * -(-heads // threads) else heads
 
 
 def blas_rows(Lq: int, Lk: int, itemsize: int) -> int:
@@ -186,46 +186,49 @@ def makespan(items: np.ndarray, threads: int) -> float:
     return float(busy.max())
 
 
-def _items(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> np.ndarray:
-    """Relative costs of the items of a run, in the order in which they are handed out."""
+def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> list[np.ndarray]:
+    """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
     B, H, Hkv, _, Lk, _, _ = problem.shape
     group = H // Hkv if Hkv else 0
     work = pairs(problem)                                       # (B, Lq)
     if name == "decode":
-        chunks = -(-Lk // _CHUNK_KEYS)
-        return np.full(B * Hkv * chunks, max(1, min(Lk, _CHUNK_KEYS)))
+        return [np.full(B * Hkv * -(-Lk // _CHUNK_KEYS), max(1, min(Lk, _CHUNK_KEYS)))]
     stacked = np.tile(work, (1, group)) if name == "tiled" else work
-    length = stacked.shape[1]
-    starts = np.arange(0, max(length, 1), rows)
+    starts = np.arange(0, max(stacked.shape[1], 1), rows)
     blocks = np.add.reduceat(stacked, starts, axis=1) if stacked.size else np.zeros((B, len(starts)))
-    per_head = Hkv if name == "tiled" else H
-    if backward and not (name == "tiled" and tiled_split(problem, threads)):
-        return np.repeat(stacked.sum(1) if name == "tiled" else work.sum(1) * group, Hkv)
-    return np.repeat(blocks[:, None, ::-1], per_head, axis=1).ravel()
+    per_block = np.repeat(blocks[:, None, ::-1], Hkv if name == "tiled" else H, axis=1).reshape(-1, len(starts))
+    if not backward:
+        return [per_block.ravel()]
+    if name == "blas":
+        return [np.repeat(work.sum(1) * group, Hkv)]
+    heads = per_block.sum(1)
+    whole = tiled_whole_heads(problem, threads)
+    tiles = -(-Lk // _TILE_KEYS)
+    return [5 * heads[:whole], np.repeat(4 * heads[whole:] / max(1, tiles), tiles), 3 * per_block[whole:].ravel()]
 
 
 def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) -> Plan:
     """The plan of a call; see `Plan`. With `backward` the balance and the scratch are those of the backward pass."""
     name, reasons = choose(problem, algorithm, backward)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
-    copied = problem.bytes_copied
+    copied, shared = problem.bytes_copied, 0
     if name == "blas":
         rows, keys = min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq)), Lk
         copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
         scratch = _core.blas_scratch(problem, rows, backward)
     elif name == "tiled":
         rows, keys = tiled_rows(problem, backward), _TILE_KEYS
-        scratch = _core.tiled_scratch(problem, backward, tiled_split(problem, threads))
+        scratch = _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0)
     else:
         rows, keys = Lq * (H // Hkv if Hkv else 0), _CHUNK_KEYS
-        scratch = _core.decode_scratch(problem)
-    items = _items(problem, name, backward, threads, rows)
-    used = max(1, min(threads, len(items)))
-    ideal, span = float(items.sum()) / max(1, threads), makespan(items, threads)
+        scratch, shared = _core.decode_scratch(problem)
+    passes = [items for items in _passes(problem, name, backward, threads, rows) if len(items)]
+    used = max([1, *(min(threads, len(items)) for items in passes)])
+    ideal, span = sum(float(p.sum()) for p in passes) / threads, sum(makespan(p, threads) for p in passes)
     return Plan(
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
-        bytes_copied=copied, scratch_bytes=scratch * used, balance=ideal / span if span else 1.0, backward=backward,
+        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{problem.dtype} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
     )

@@ -51,7 +51,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef LANES
 #undef VEC
 #undef ROUND_UP
-#undef MICRO_CASE
+#undef MICRO_ROWS
+#undef MICRO
 #undef MICRO_PANEL
 #undef IVEC
 #undef v_load

@@ -33,6 +33,8 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols, ld;
 } fmha_block;
 
+#define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
+#define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
 #define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
 
 /* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
@@ -46,6 +48,7 @@ typedef struct {
     char *weights;              /* (B, H, Lq, Lk) contiguous, tiled_weights only */
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
     int mode;                   /* backward only */
+    ptrdiff_t first_head;       /* backward only: the key/value head (of B * Hkv) of item 0 */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
     ptrdiff_t block_rows;       /* query rows of a block, at most BLOCK_ROWS */

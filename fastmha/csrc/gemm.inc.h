@@ -44,7 +44,8 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
     const REAL *a0 = a_, *b0 = b_, *bias = bias_;
     REAL *c0 = c_, *panel = scratch, *columns_of_a = panel + GEMM_DEPTH * PANEL, *edge = columns_of_a + GEMM_DEPTH * GEMM_ROWS;
     if (K == 0)
-        for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
+        for (ptrdiff_t m = 0; m < M; m++)
+            for (ptrdiff_t n = 0; n < N; n++) c0[m * ldc + n] = bias ? bias[n] : 0;
     for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
         ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH;
         for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {

@@ -308,7 +308,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
 }
 
 /* The contributions of non-finite rows of x to a product over a tile, allowed pairs only, one pair after the other.
- * by_key 0: c[r, :] += a[j, r] * x[j, :]; by_key 1: c[j, :] += factor * a[j, r] * x_r, x_r row r of the block in x. */
+ * c[r, :] += a[j, r] * x[j, :]. */
 static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
                                       const REAL *x, ptrdiff_t ldx, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
 {
@@ -433,7 +433,7 @@ static inline void FMHA_NAME(write_lse)(const fmha_tiled *t, const FMHA_NAME(row
     *lse = total == 0 ? NEGATIVE_INFINITY : (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
 }
 
-/* The block's rows of out and lse from its sums; with a factor other than 1 only rows of out that are not finite yet. */
+/* The block's rows of out and lse from its sums; with a factor other than 1 only what is not finite in out. */
 static void FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const REAL *scratch, REAL factor)
 {
     const fmha_problem *p = &t->p;
@@ -442,11 +442,14 @@ static void FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *b
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         REAL *to = (REAL *)t->out.data + block->b * t->out.stride[0] + block->head[r] * t->out.stride[1]
                    + block->query[r] * t->out.stride[2];
-        if (factor != 1 && FMHA_NAME(all_finite)(1, p->Dv, to, p->Dv)) continue;
-        memcpy(to, out + r * block->value_width, (size_t)p->Dv * sizeof(REAL));
+        const REAL *from = out + r * block->value_width;
+        if (factor != 1) {      /* what is finite already, and lse, stay as they are */
+            for (ptrdiff_t d = 0; d < p->Dv; d++)
+                if (to[d] - to[d] != 0) to[d] = from[d] / total[r] / factor;
+            continue;
+        }
+        memcpy(to, from, (size_t)p->Dv * sizeof(REAL));
         FMHA_NAME(divide_row)(p->Dv, to, total[r]);
-        if (factor != 1)
-            for (ptrdiff_t d = 0; d < p->Dv; d++) to[d] /= factor;
         FMHA_NAME(write_lse)(t, block, r, peak[r], total[r]);
     }
 }
@@ -759,6 +762,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
         first_block = blocks - 1 - item % blocks;
         last_block = first_block + 1;
     }
+    pair += t->first_head;
     ptrdiff_t b = pair / p->Hkv, hkv = pair % p->Hkv, kept = mode == FMHA_WHOLE ? blocks : 1;
     REAL *next = (REAL *)(t->scratch + worker * t->scratch_size);
     FMHA_NAME(backward) w = {.t = t};
