@@ -15,7 +15,9 @@ CHECKED = os.environ.get("FASTMHA_CHECKED", "0") not in ("", "0")
 UNIX = sys.platform != "win32"
 FLAGS = ["-O3", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-Wno-psabi"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-CHECKED_FLAGS = ["-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=fast", "-pthread", "-Wno-psabi", *SANITIZE]
+CHECKED_FLAGS = [
+    "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=fast", "-pthread", "-Wno-psabi", "-DFMHA_CHECKED", *SANITIZE,
+]
 
 
 class BuildExt(build_ext):
