@@ -615,6 +615,8 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     read_array(grad_k, &c.grad_k, NULL, size, True)
     read_array(grad_v, &c.grad_v, NULL, size, True)
     heads = c.p.B * c.p.Hkv
+    if heads == 0:
+        return
     whole = min(whole, heads)
     for mode in (FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES):
         c.mode, c.first_head = mode, 0 if mode == FMHA_WHOLE else whole

@@ -237,7 +237,7 @@ class AttentionModule:
 
     def _heads(self, projected: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q (B, H, L, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv): views of the projections."""
-        if len(projected) == 1 and self._D == self._Dv:
+        if len(projected) == 1 and self._Dv == self._D:
             heads = _split(projected[0], self._H + 2 * self._Hkv)
             return heads[:, :self._H], heads[:, self._H:self._H + self._Hkv], heads[:, self._H + self._Hkv:]
         Q, KV = projected[0], projected[-1]
