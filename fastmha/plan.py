@@ -110,7 +110,8 @@ def _choose(rows: int, is_double: bool, fused: bool, algorithm: str, backward: b
         name, why = "blas", "the kernels have no fused multiply-add here, BLAS may"
     reasons = {name: why}
     reasons.setdefault("blas", "scores pass through memory between two products")
-    reasons.setdefault("tiled", "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add")
+    lanes = "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add"
+    reasons.setdefault("tiled", lanes)
     many = f"{rows} query rows a key/value head: arithmetic is the limit, not memory"
     reasons.setdefault("decode", against.get("decode", many))
     return name, reasons

@@ -169,7 +169,8 @@ def gradients(arrays, out, lse, split, threads, **keywords):
     problem = validate.attention_problem(q, k, v, layout, *values)
     grads = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     views = [x if layout == "BHLD" else x.swapaxes(1, 2) for x in (out, g, *grads)]
-    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], tiled_rows(problem, backward=True), 0 if split else 10**9, threads)
+    rows, whole = tiled_rows(problem, backward=True), 0 if split else 10**9
+    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], rows, whole, threads)
     return grads
 
 
