@@ -725,38 +725,12 @@ cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil
         s.kernels.add_bias(rows, cols, c, ldc, s.bias + j0 * size)
 
 
-def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias, slices, int threads):
-    """c := alpha * op(a) @ op(b) + beta * c (+ bias), matrices with unit last stride and row strides that BLAS takes.
-
-    `slices`: (rows, columns) of c in one item of the pool.
-    """
-    cdef Product s
+cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, bias, slices) except -1:
+    """All of s but alpha, beta and scratch; returns the number of items."""
     cdef ptrdiff_t shape[4]
     s.itemsize = c.dtype.itemsize
     s.is_double = s.itemsize == 8
     s.kernels = kernel_tables[s.is_double]
-    s.trans_a, s.trans_b, s.alpha, s.beta = trans_a, trans_b, alpha, beta
-    read_array(a, &s.a, shape, s.itemsize, False)
-    s.k = shape[2] if trans_a else shape[3]
-    read_array(b, &s.b, NULL, s.itemsize, False)
-    read_array(c, &s.c, shape, s.itemsize, True)
-    s.m, s.n = shape[2], shape[3]
-    s.bias = pointer(bias, False) if bias is not None else NULL
-    s.slice_rows, s.slice_cols = slices
-    s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
-    cdef ptrdiff_t items = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
-    s.scratch = NULL
-    with nogil:
-        run(product_item, &s, items, threads)
-
-
-def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads):
-    """c := op(a) @ op(b) (+ bias) by the kernels' own product instead of BLAS; else as `matmul`."""
-    cdef Product s
-    cdef ptrdiff_t shape[4]
-    cdef Scratch scratch
-    s.itemsize = c.dtype.itemsize
-    s.kernels = kernel_tables[s.itemsize == 8]
     s.trans_a, s.trans_b = trans_a, trans_b
     read_array(a, &s.a, shape, s.itemsize, False)
     s.k = shape[2] if trans_a else shape[3]
@@ -766,7 +740,26 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads)
     s.bias = pointer(bias, False) if bias is not None else NULL
     s.slice_rows, s.slice_cols = slices
     s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
-    cdef ptrdiff_t items = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+    return (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+
+
+def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias, slices, int threads):
+    """c := alpha * op(a) @ op(b) + beta * c (+ bias) by BLAS, matrices with unit last stride and row strides that it takes.
+
+    `slices`: (rows, columns) of c in one item of the pool.
+    """
+    cdef Product s
+    cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
+    s.alpha, s.beta, s.scratch = alpha, beta, NULL
+    with nogil:
+        run(product_item, &s, items, threads)
+
+
+def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads):
+    """c := op(a) @ op(b) (+ bias) by the kernels' own product; else as `matmul`."""
+    cdef Product s
+    cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
+    cdef Scratch scratch
     threads = max(1, min(threads, items))
     scratch = Scratch(s.kernels.gemm_scratch() * s.itemsize, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
