@@ -86,7 +86,7 @@ def usable(x: np.ndarray) -> tuple[np.ndarray, int]:
     """
     if in_place(x):
         return x, 0
-    copied = np.ascontiguousarray(collapsed(x))
+    copied = collapsed(x).copy()        # C order, and aligned where x was not
     return np.broadcast_to(copied, x.shape), copied.nbytes
 
 
@@ -255,7 +255,7 @@ def batch_lengths(name: str, lengths: Any, B: int, longest: int, longest_name: s
     if wrong.any():
         at = int(wrong.argmax())
         raise ValueError(f"{name} must lie in [0, {longest_name}] = [0, {longest}], got {values[at]} at index {at}")
-    return np.ascontiguousarray(values, np.int64)
+    return np.array(values, np.int64)
 
 
 def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, Any]) -> np.ndarray:
