@@ -36,7 +36,7 @@ import numpy as np
 
 import fastmha
 from fastmha import _core, reference, validate
-from fastmha.plan import DECODE_ROWS_MAX, blas_rows, choose, product_by_blas, product_slices, tiled_rows
+from fastmha.plan import DECODE_ROWS_MAX, blas_rows, choose, product_by_blas, product_slices
 from fastmha.study import runner
 from fastmha.study.__main__ import positive
 from fastmha.study.cases import DIRECTIONS, Case, case
@@ -584,8 +584,7 @@ def core_attention(problem: _core.Problem, out: np.ndarray, lse: np.ndarray | No
     if name == "decode":
         return lambda: _core.decode_forward(problem, out, lse, threads)
     if name == "tiled":
-        rows = tiled_rows(problem)
-        return lambda: _core.tiled_forward(problem, out, lse, None, rows, threads)
+        return lambda: _core.tiled_forward(problem, out, lse, None, threads)
     rows = blas_rows(problem.shape[3], problem.shape[4], problem.itemsize)
     return lambda: _core.blas_forward(problem, out, lse, None, rows, threads)
 

@@ -38,7 +38,6 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t first_head
         char *scratch
         ptrdiff_t scratch_size
-        ptrdiff_t block_rows
         char *chunks
         ptrdiff_t chunk_result
 
@@ -78,7 +77,7 @@ cdef extern from "csrc/fastmha.h" nogil:
 
     int FMHA_ISA_COUNT
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
-    ptrdiff_t FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS
+    ptrdiff_t FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -185,22 +184,36 @@ cdef char *pointer(object array, bint writable) except? NULL:
     return to.data
 
 
+cdef char *kept_memory = NULL       # the last run's scratch: a small call would spend much of its time on fresh pages
+cdef ptrdiff_t kept_bytes = 0
+
+
 cdef class Scratch:
-    """Memory for the threads of one run: `size` bytes for each, on cache lines of its own."""
+    """Memory for the threads of one run: `size` bytes for each, on cache lines of its own. The GIL guards what is kept."""
     cdef char *memory
     cdef char *start
-    cdef ptrdiff_t size
+    cdef ptrdiff_t size, bytes
 
     def __cinit__(self, ptrdiff_t size, int threads):
+        global kept_memory, kept_bytes
         self.size = (size + 63) // 64 * 64 + 64
         if size > (<ptrdiff_t>1 << 62) // (threads + 1):
             raise MemoryError
-        self.memory = <char *>PyMem_RawMalloc(self.size * threads + 64)
+        self.bytes = self.size * threads + 64
+        if self.bytes <= kept_bytes:
+            self.memory, self.bytes = kept_memory, kept_bytes
+            kept_memory, kept_bytes = NULL, 0
+        else:
+            self.memory = <char *>PyMem_RawMalloc(self.bytes)
         if self.memory == NULL:
             raise MemoryError(f"no memory for {self.size * threads} bytes of scratch")
         self.start = <char *>((<uintptr_t>self.memory + 63) & ~<uintptr_t>63)
 
     def __dealloc__(self):
+        global kept_memory, kept_bytes
+        if kept_bytes < self.bytes <= FMHA_KEPT_BYTES:
+            kept_memory, self.memory = self.memory, kept_memory
+            kept_bytes = self.bytes
         PyMem_RawFree(self.memory)
 
 
@@ -570,19 +583,18 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
 
 # -------------------------------------------------------------------------------------------------- algorithm "tiled"
 
-def tiled_forward(Problem problem, out, lse, weights, ptrdiff_t block_rows, int threads):
+def tiled_forward(Problem problem, out, lse, weights, int threads):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None."""
     cdef fmha_tiled c
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     c.p = problem.c
-    c.block_rows = block_rows
     read_array(out, &c.out, NULL, problem.itemsize, True)
     c.lse = pointer(lse, True) if lse is not None else NULL
     cdef ptrdiff_t items = 0
     if c.p.Hkv:
-        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
+        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + FMHA_BLOCK_ROWS - 1) // FMHA_BLOCK_ROWS)
     threads = max(1, min(threads, items))
     if items == 0:
         return
@@ -595,8 +607,7 @@ def tiled_forward(Problem problem, out, lse, weights, ptrdiff_t block_rows, int 
         fmha_pool_run(task, &c, items, threads)
 
 
-def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t block_rows, ptrdiff_t whole,
-                   int threads):
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t whole, int threads):
     """Gradients of the "tiled" algorithm; all arrays with unit last stride.
 
     The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over tiles
@@ -608,7 +619,6 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     cdef ptrdiff_t size = problem.itemsize, items, heads
     c.p = problem.c
     read_array(out, &c.out, NULL, size, False)
-    c.block_rows = block_rows
     c.lse = pointer(lse, False)
     read_array(grad_out, &c.grad_out, NULL, size, False)
     read_array(grad_q, &c.grad_q, NULL, size, True)
@@ -625,7 +635,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         elif mode == FMHA_KEYS:
             items = (heads - whole) * ((c.p.Lk + FMHA_TILE_KEYS - 1) // FMHA_TILE_KEYS)
         else:
-            items = (heads - whole) * ((c.p.H // c.p.Hkv * c.p.Lq + block_rows - 1) // block_rows)
+            items = (heads - whole) * ((c.p.H // c.p.Hkv * c.p.Lq + FMHA_BLOCK_ROWS - 1) // FMHA_BLOCK_ROWS)
         if items == 0:
             continue
         used = max(1, min(threads, items))

@@ -5,7 +5,7 @@ import numpy as np
 
 from fastmha import _core
 from fastmha._core import Problem
-from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_rows, tiled_whole_heads
+from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_whole_heads
 
 
 def packed(x: np.ndarray, threads: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None
     if pack:
         problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
     if name == "tiled":
-        _core.tiled_forward(problem, out, lse, weights, tiled_rows(problem), threads)
+        _core.tiled_forward(problem, out, lse, weights, threads)
     else:
         _core.decode_forward(problem, out, lse, threads)
 
@@ -74,7 +74,7 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
     if pack:
         problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
         grad_out = packed(grad_out, threads)
-    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_rows(problem, backward=True),
+    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v,
                          tiled_whole_heads(problem, threads), threads)
 
 

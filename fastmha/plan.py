@@ -117,17 +117,6 @@ def _choose(rows: int, is_double: bool, fused: bool, algorithm: str, backward: b
     return name, reasons
 
 
-def tiled_rows(problem: Problem, backward: bool = False) -> int:
-    """Query rows of a block of the tiled algorithm: smaller where causality or a narrow window would leave much of a
-    block's keys unused. In the forward pass a row's bits do not depend on it."""
-    _, H, Hkv, Lq, _, _, _ = problem.shape
-    rows = Lq * (H // Hkv if Hkv else 0)
-    left, right = problem.window
-    if left is not None and right is not None and left + right < 4 * _BLOCK_ROWS:
-        return 16 if left + right < 2 * _BLOCK_ROWS else 32
-    return 32 if right is not None and _BLOCK_ROWS // 2 < rows <= 4 * _BLOCK_ROWS and not backward else _BLOCK_ROWS
-
-
 def tiled_whole_heads(problem: Problem, threads: int) -> int:
     """How many of the B · Hkv key/value heads the tiled backward pass takes whole, one item each (5 products). The others
     are what would leave threads idle at the end: they are split into many items, in two passes (7 products), where that
@@ -218,7 +207,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) ->
         copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
         scratch = _core.blas_scratch(problem, rows, backward)
     elif name == "tiled":
-        rows, keys = tiled_rows(problem, backward), _TILE_KEYS
+        rows, keys = _BLOCK_ROWS, _TILE_KEYS
         scratch = _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0)
     else:
         rows, keys = Lq * (H // Hkv if Hkv else 0), _CHUNK_KEYS

@@ -26,7 +26,6 @@ from numpy.lib.stride_tricks import as_strided
 
 import fastmha
 from fastmha import _core, reference, validate
-from fastmha.plan import tiled_rows
 
 EDGES = (63, 64, 65, 127, 129, 191, 192, 193, 383, 385)
 RULES = {
@@ -169,8 +168,7 @@ def gradients(arrays, out, lse, split, threads, **keywords):
     problem = validate.attention_problem(q, k, v, layout, *values)
     grads = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     views = [x if layout == "BHLD" else x.swapaxes(1, 2) for x in (out, g, *grads)]
-    rows, whole = tiled_rows(problem, backward=True), 0 if split else 10**9
-    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], rows, whole, threads)
+    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], 0 if split else 10**9, threads)
     return grads
 
 

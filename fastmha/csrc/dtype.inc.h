@@ -51,6 +51,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef LANES
 #undef VEC
 #undef ROUND_UP
+#undef BLOCK_VECTORS
+#undef GRANULE
 #undef MICRO_ROWS
 #undef MICRO
 #undef MICRO_PANEL

@@ -37,6 +37,13 @@ typedef struct {
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
 #define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
 
+/* Scratch up to here is kept from one run to the next; not in a checked build, which watches its ends. */
+#ifdef FMHA_CHECKED
+#define FMHA_KEPT_BYTES 0
+#else
+#define FMHA_KEPT_BYTES (8 << 20)
+#endif
+
 /* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
 enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
 
@@ -51,7 +58,6 @@ typedef struct {
     ptrdiff_t first_head;       /* backward only: the key/value head (of B * Hkv) of item 0 */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
-    ptrdiff_t block_rows;       /* query rows of a block, at most BLOCK_ROWS */
     char *chunks;               /* decode: one result a chunk of keys, chunk_result elements each */
     ptrdiff_t chunk_result;
 } fmha_tiled;

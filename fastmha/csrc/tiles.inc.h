@@ -103,6 +103,8 @@ static __attribute__((noinline)) void FMHA_NAME(product_columns_add)(ptrdiff_t r
 /* ------------------------------------------------------------------------------------------------ a block of query rows */
 
 #define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
+#define BLOCK_VECTORS (BLOCK_ROWS / LANES)
+#define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
 /* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
 typedef struct {
@@ -110,8 +112,10 @@ typedef struct {
     ptrdiff_t j0, j1;                   /* keys that any row attends */
     ptrdiff_t common0, common1;         /* keys that no causality, window or length removes from any row */
     ptrdiff_t head[BLOCK_ROWS], query[BLOCK_ROWS];
-    INT low[BLOCK_ROWS], high[BLOCK_ROWS];                  /* keys of each row, relative to the tile at hand */
     ptrdiff_t row0[BLOCK_ROWS], row1[BLOCK_ROWS];           /* keys of each row */
+    ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
+    ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
+    ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
 } FMHA_NAME(rows);
 
 static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
@@ -146,6 +150,61 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
         block->row1[r] = high;
     }
     if (block->j0 > block->j1) block->j0 = block->j1 = 0;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        ptrdiff_t any0 = p->Lk, any1 = 0, all0 = 0, all1 = p->Lk;
+        for (ptrdiff_t r = v * LANES; r < (v + 1) * LANES && r < rows; r++) {
+            if (block->row0[r] > all0) all0 = block->row0[r];
+            if (block->row1[r] < all1) all1 = block->row1[r];
+            if (block->row0[r] >= block->row1[r]) continue;
+            if (block->row0[r] < any0) any0 = block->row0[r];
+            if (block->row1[r] > any1) any1 = block->row1[r];
+        }
+        block->any0[v] = any0;
+        block->any1[v] = any1;
+        block->all0[v] = all0;
+        block->all1[v] = all1;
+    }
+}
+
+/* The keys of each vector that are at work in the tile [j, j + n), their ends multiples of `step` keys from j (or n).
+ * Returns whether a band leaves some vector less than the whole tile. */
+static int FMHA_NAME(set_spans)(FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, ptrdiff_t step)
+{
+    int banded = 0;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        ptrdiff_t low = block->any0[v] - j, high = block->any1[v] - j;
+        low = low < 0 ? 0 : low / step * step;
+        high = high < 0 ? 0 : ROUND_UP(high, step);
+        if (high > n) high = n;
+        if (low >= high) low = high = 0;
+        block->low[v] = low;
+        block->high[v] = high;
+        banded |= low > 0 || high < n;
+    }
+    return banded;
+}
+
+/* The next run of keys from *k on, of n, at which the same vectors [*v0, *v1) are at work; 0 at the end. Spans are in whole
+ * granules; between v0 and v1 there may be vectors that are not at work. */
+static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdiff_t *k, ptrdiff_t *count, ptrdiff_t *v0, ptrdiff_t *v1)
+{
+    ptrdiff_t start = *k + *count, vectors = block->queries / LANES;
+    *count = 0;
+    for (ptrdiff_t at = start; at < n; at += GRANULE) {
+        ptrdiff_t first = vectors, last = 0;
+        for (ptrdiff_t v = 0; v < vectors; v++)
+            if (block->low[v] <= at && at < block->high[v]) {
+                if (v < first) first = v;
+                last = v + 1;
+            }
+        if (*count && (first != *v0 || last != *v1)) return 1;
+        if (first >= last) continue;
+        if (!*count) *k = at;
+        *v0 = first;
+        *v1 = last;
+        *count += n - at < GRANULE ? n - at : GRANULE;
+    }
+    return *count > 0;
 }
 
 /* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. */
@@ -207,104 +266,157 @@ static inline const char *FMHA_NAME(mask_row_at)(const fmha_array *mask, const F
     return mask->data + (block->b * stride[0] + block->head[r] * stride[1] + block->query[r] * stride[2] + j * stride[3]) * size;
 }
 
-#if HAVE_TRANSPOSE
-/* LANES bytes of a boolean mask as what they add to scores: -inf where not 0. */
-static inline VEC FMHA_NAME(load_removed)(const char *m)
+/* Whether a mask removes all of the tile: read up to the first pair that it leaves. */
+static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
-    typedef unsigned char bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-    IVEC wide = __builtin_convertvector(*(const bytes *)m, IVEC);
-    return v_from_bits((IVEC)(wide != 0) & v_bits(v_splat(NEGATIVE_INFINITY)));
-}
-#endif
-
-/* A mask (boolean or additive) that differs from row to row on the tile's scores^T: squares of LANES rows and keys are
- * transposed in registers, what is left over goes one by one. */
-static inline __attribute__((always_inline)) void FMHA_NAME(mask_rows)(const fmha_array *mask, const int boolean, const FMHA_NAME(rows) *block,
-                                                                       ptrdiff_t j, ptrdiff_t n, REAL *s)
-{
-    ptrdiff_t queries = block->queries, step = mask->stride[3], size = boolean ? 1 : (ptrdiff_t)sizeof(REAL);
-    for (ptrdiff_t q = 0; q < block->rows; q += LANES) {
-        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, k = 0;
-        const char *row[LANES];
-        for (ptrdiff_t l = 0; l < rows; l++) row[l] = FMHA_NAME(mask_row_at)(mask, block, q + l, j, size);
-#if HAVE_TRANSPOSE
-        VEC gone = v_splat(NEGATIVE_INFINITY);
-        for (; rows == LANES && step == 1 && k + LANES <= n; k += LANES) {
-            VEC part[LANES];
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++)
-                part[l] = boolean ? FMHA_NAME(load_removed)(row[l] + k) : v_load((const REAL *)row[l] + k);
-            FMHA_NAME(transpose)(part);
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) {
-                REAL *to = s + (k + l) * queries + q;
-                v_store(to, v_select(v_equal(part[l], gone), gone, v_load(to) + part[l]));
-            }
+    for (int boolean = 0; boolean < 2; boolean++) {
+        const fmha_array *mask = boolean ? &p->bool_mask : &p->additive_mask;
+        if (!mask->data) continue;
+        ptrdiff_t rows = mask->stride[1] == 0 && mask->stride[2] == 0 ? 1 : block->rows, step = mask->stride[3], r = 0, k = n;
+        for (; r < rows && k == n; r++) {
+            const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, boolean ? 1 : (ptrdiff_t)sizeof(REAL));
+            if (boolean && step == 1) k = memchr(m, 0, (size_t)n) ? 0 : n;
+            else if (boolean) for (k = 0; k < n && m[k * step]; k++) {}
+            else for (k = 0; k < n && ((const REAL *)m)[k * step] == NEGATIVE_INFINITY; k++) {}
         }
+        if (k == n) return 1;
+    }
+    return 0;
+}
+
+/* Which of n <= 32 bytes, `step` apart, are not 0: one bit each. before: bytes that may be read ahead of m. */
+static inline uint32_t FMHA_NAME(bits_of)(const char *m, ptrdiff_t step, ptrdiff_t n, ptrdiff_t before)
+{
+    uint32_t bits = 0;
+#if defined(X86_OP)
+    ptrdiff_t back = 32 - n;
+    if (step == 1 && back <= before) {
+#if FMHA_VECTOR_BYTES >= 32
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(m - back));
+        bits = ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()));
+#else
+        __m128i low = _mm_loadu_si128((const __m128i *)(m - back)), high = _mm_loadu_si128((const __m128i *)(m - back + 16));
+        bits = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(low, _mm_setzero_si128()));
+        bits = ~(bits | (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(high, _mm_setzero_si128())) << 16);
 #endif
+        return bits >> back;
+    }
+#endif
+    (void)before;
+    for (ptrdiff_t k = 0; k < n; k++) bits |= (uint32_t)(m[k * step] != 0) << k;
+    return bits;
+}
+
+/* A boolean mask on keys [low, high) of one vector of rows of the tile's scores^T: 32 keys of a row are the bits of its lane. */
+static void FMHA_NAME(mask_boolean)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
+                                    ptrdiff_t high, REAL *s)
+{
+    ptrdiff_t step = mask->stride[3], rows = block->rows - v * LANES < LANES ? block->rows - v * LANES : LANES;
+    VEC gone = v_splat(NEGATIVE_INFINITY);
+    for (ptrdiff_t k = low; k < high; k += 32) {
+        ptrdiff_t n = high - k < 32 ? high - k : 32;
+        INT lanes[LANES] = {0}, any = 0;
         for (ptrdiff_t l = 0; l < rows; l++)
-            for (ptrdiff_t e = k; e < n; e++) {
-                REAL *to = s + e * queries + q + l, add = 0;
-                if (boolean) add = row[l][e * step] ? NEGATIVE_INFINITY : 0;
-                else add = ((const REAL *)row[l])[e * step];
-                *to = add == NEGATIVE_INFINITY ? add : *to + add;
-            }
+            any |= lanes[l] = (INT)FMHA_NAME(bits_of)(FMHA_NAME(mask_row_at)(mask, block, v * LANES + l, j + k, 1), step, n, k - low);
+        if (!any) continue;
+        IVEC bits = i_load(lanes);
+        REAL *to = s + k * block->queries + v * LANES;
+        for (ptrdiff_t e = 0; e < n; e++, to += block->queries)
+            v_store(to, v_select(v_truth((bits & i_splat((INT)((uint32_t)1 << e))) != 0), gone, v_load(to)));
     }
 }
 
-/* scores^T (keys, queries): softcap, additive mask, then -inf where a pair is removed. slope, if given, gets the
- * derivative of the softcap. */
-static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, REAL *s, REAL *slope)
+/* An additive mask there: squares of LANES rows and keys are transposed in registers, what is left over goes one by one. */
+static void FMHA_NAME(mask_additive)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
+                                     ptrdiff_t high, REAL *s)
+{
+    ptrdiff_t queries = block->queries, step = mask->stride[3], q = v * LANES, k = low;
+    ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES;
+    const REAL *row[LANES];
+    for (ptrdiff_t l = 0; l < rows; l++) row[l] = (const REAL *)FMHA_NAME(mask_row_at)(mask, block, q + l, j, sizeof(REAL));
+#if HAVE_TRANSPOSE
+    VEC gone = v_splat(NEGATIVE_INFINITY);
+    for (; rows == LANES && step == 1 && k + LANES <= high; k += LANES) {
+        VEC part[LANES];
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(row[l] + k);
+        FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            REAL *to = s + (k + l) * queries + q;
+            v_store(to, v_select(v_equal(part[l], gone), gone, v_load(to) + part[l]));
+        }
+    }
+#endif
+    for (ptrdiff_t l = 0; l < rows; l++)
+        for (ptrdiff_t e = k; e < high; e++) {
+            REAL *to = s + e * queries + q + l, add = row[l][e * step];
+            *to = add == NEGATIVE_INFINITY ? add : *to + add;
+        }
+}
+
+/* scores^T (keys, queries), of each vector of rows the keys of its span: softcap, additive mask, then -inf where a pair is
+ * removed. slope, if given, gets the derivative of the softcap. */
+static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, REAL *s, REAL *slope)
 {
     ptrdiff_t queries = block->queries;
-    if (p->softcap != 0) {
-        VEC cap = v_splat(p->softcap), inverse = v_splat(1 / p->softcap), one = v_splat(1);
-        for (ptrdiff_t e = 0; e < n * queries; e += LANES) {
-            VEC t = FMHA_NAME(tanh)(v_load(s + e) * inverse);
-            v_store(s + e, cap * t);
-            if (slope) v_store(slope + e, one - t * t);
-        }
-    }
-    if (p->additive_mask.data) {
-        const ptrdiff_t *stride = p->additive_mask.stride;
-        const REAL *m = (const REAL *)p->additive_mask.data + block->b * stride[0] + j * stride[3];
-        if (stride[1] == 0 && stride[2] == 0) {
-            VEC gone = v_splat(NEGATIVE_INFINITY);
-            for (ptrdiff_t k = 0; k < n; k++) {
-                VEC add = v_splat(m[k * stride[3]]);
-                for (ptrdiff_t q = 0; q < queries; q += LANES)
-                    v_store(s + k * queries + q, v_select(v_equal(add, gone), gone, v_load(s + k * queries + q) + add));
-            }
-        } else {
-            FMHA_NAME(mask_rows)(&p->additive_mask, 0, block, j, n, s);
-        }
-    }
-    if (p->bool_mask.data) {
-        const ptrdiff_t *stride = p->bool_mask.stride;
-        const unsigned char *m = (const unsigned char *)p->bool_mask.data + block->b * stride[0] + j * stride[3];
-        if (stride[1] == 0 && stride[2] == 0) {
-            for (ptrdiff_t k = 0; k < n; k++)
-                if (m[k * stride[3]])
-                    for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(s + k * queries + q, v_splat(NEGATIVE_INFINITY));
-        } else {
-            FMHA_NAME(mask_rows)(&p->bool_mask, 1, block, j, n, s);
-        }
-    }
-    if (j < block->common0 || j + n > block->common1) {
-        for (ptrdiff_t r = 0; r < queries; r++) {
-            ptrdiff_t low = block->row0[r] - j, high = block->row1[r] - j;
-            block->low[r] = (INT)(low < 0 ? 0 : low > n ? n : low);
-            block->high[r] = (INT)(high < 0 ? 0 : high > n ? n : high);
-        }
-        VEC gone = v_splat(NEGATIVE_INFINITY);
-        for (ptrdiff_t q = 0; q < queries; q += LANES) {
-            IVEC low = i_load(block->low + q), high = i_load(block->high + q);
-            for (ptrdiff_t k = 0; k < n; k++) {
-                IVEC at = i_splat(k), keep = i_within(low, at, high);
-                v_store(s + k * queries + q, v_select(keep, v_load(s + k * queries + q), gone));
+    const ptrdiff_t *add_stride = p->additive_mask.stride, *remove_stride = p->bool_mask.stride;
+    VEC gone = v_splat(NEGATIVE_INFINITY);
+    for (ptrdiff_t v = 0; v < queries / LANES; v++) {
+        ptrdiff_t low = block->low[v], high = block->high[v];
+        REAL *column = s + v * LANES;
+        if (p->softcap != 0) {
+            VEC cap = v_splat(p->softcap), inverse = v_splat(1 / p->softcap), one = v_splat(1);
+            for (ptrdiff_t k = low; k < high; k++) {
+                VEC t = FMHA_NAME(tanh)(v_load(column + k * queries) * inverse);
+                v_store(column + k * queries, cap * t);
+                if (slope) v_store(slope + k * queries + v * LANES, one - t * t);
             }
         }
+        if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
+            FMHA_NAME(mask_additive)(&p->additive_mask, block, v, j, low, high, s);
+        } else if (p->additive_mask.data) {
+            const REAL *m = (const REAL *)FMHA_NAME(mask_row_at)(&p->additive_mask, block, 0, j, sizeof(REAL));
+            for (ptrdiff_t k = low; k < high; k++) {
+                VEC add = v_splat(m[k * add_stride[3]]);
+                v_store(column + k * queries, v_select(v_equal(add, gone), gone, v_load(column + k * queries) + add));
+            }
+        }
+        if (p->bool_mask.data && (remove_stride[1] || remove_stride[2])) {
+            FMHA_NAME(mask_boolean)(&p->bool_mask, block, v, j, low, high, s);
+        } else if (p->bool_mask.data) {
+            const char *m = FMHA_NAME(mask_row_at)(&p->bool_mask, block, 0, j, 1);
+            for (ptrdiff_t k = low; k < high; k++)
+                if (m[k * remove_stride[3]]) v_store(column + k * queries, gone);
+        }
+        ptrdiff_t inner = block->all0[v] - j, outer = block->all1[v] - j;     /* rows differ before inner and from outer on */
+        if (inner <= low && outer >= high) continue;
+        INT from[LANES], to[LANES];
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            ptrdiff_t row0 = block->row0[v * LANES + l] - j, row1 = block->row1[v * LANES + l] - j;
+            from[l] = (INT)(row0 < low ? low : row0 > high ? high : row0);
+            to[l] = (INT)(row1 < low ? low : row1 > high ? high : row1);
+        }
+        IVEC first = i_load(from), last = i_load(to);
+        for (ptrdiff_t k = low; k < high; k++) {
+            if (k >= inner && k < outer) {
+                k = outer - 1;
+                continue;
+            }
+            v_store(column + k * queries, v_select(i_within(first, i_splat(k), last), v_load(column + k * queries), gone));
+        }
     }
+}
+
+/* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. */
+static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+                                      const REAL *packed, REAL *s)
+{
+    ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
+    if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries);
+    while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
+        FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, queries,
+                                s + k * queries + v0 * LANES, queries);
 }
 
 /* The contributions of non-finite rows of x to a product over a tile, allowed pairs only, one pair after the other.
@@ -374,9 +486,17 @@ static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(con
         v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
 }
 
-static __attribute__((noinline)) void FMHA_NAME(softmax_block)(ptrdiff_t n, ptrdiff_t queries, REAL *s, REAL *peak, REAL *total,
-                                                               REAL *scale)
+/* Of all vectors of rows; of each the keys of its span alone where banded. */
+static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *s, REAL *peak,
+                                                               REAL *total, REAL *scale)
 {
+    ptrdiff_t queries = block->queries;
+    for (ptrdiff_t q = 0; banded && q < queries; q += LANES) {
+        ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
+        if (low < high)
+            FMHA_NAME(softmax_columns)(1, high - low, queries, s + low * queries + q, peak + q, total + q, scale + q);
+    }
+    if (banded) return;
     for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
         ptrdiff_t vectors = (queries - q) / LANES;
         if (vectors >= MICRO_VECTORS)
@@ -410,16 +530,27 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
         /* Keys before j0 are left out; an even number of them, or the sums of even and odd keys would change places. */
         ptrdiff_t j = start < block->j0 ? block->j0 / 2 * 2 : start;
         ptrdiff_t n = (block->j1 < start + TILE_KEYS ? block->j1 : start + TILE_KEYS) - j;
+        int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0;
+        if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(product_rows)(n, queries, p->D, keys + j * ldk, ldk, packed, queries, s, queries);
-        int touched = FMHA_NAME(touched)(p, block, j, n);
-        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, block, j, n, s, NULL);
-        FMHA_NAME(softmax_block)(n, queries, s, peak, total, scale);
+        FMHA_NAME(product_scores)(block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, p->D, keys + j * ldk, ldk, packed, s);
+        /* Where a band ends in the tile, each vector of rows works on its own keys: from an even one on, as above. */
+        if (touched || p->softcap != 0) {
+            banded = FMHA_NAME(set_spans)(block, j, n, 2);
+            FMHA_NAME(mask_tile)(p, block, j, s, NULL);
+        }
+        FMHA_NAME(softmax_block)(block, banded, n, s, peak, total, scale);
         if (factor != 1)
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
         /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *rows = FMHA_NAME(whole_rows)(values + j * p->v.stride[2], p->v.stride[2], n, p->Dv, !(careful && touched), copy, &ldv);
-        FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, scale);
+        if (!banded) FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, scale);
+        for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
+            ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
+            ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
+            if (many) FMHA_NAME(product_columns)(own, value_width, many, s + low * queries + q, queries, rows + low * ldv, ldv,
+                                                 out + q * value_width, value_width, scale + q);
+        }
         if (careful && touched)
             FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values + j * p->v.stride[2], p->v.stride[2], p->Dv, out, value_width);
     }
@@ -468,9 +599,9 @@ static void FMHA_NAME(large_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, R
 static void FMHA_NAME(item_rows)(const fmha_tiled *t, ptrdiff_t item, FMHA_NAME(rows) *block)
 {
     const fmha_problem *p = &t->p;
-    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + t->block_rows - 1) / t->block_rows;
-    ptrdiff_t first = (blocks - 1 - item % blocks) * t->block_rows;       /* the longest causal rows start first */
-    ptrdiff_t rows = group_rows - first < t->block_rows ? group_rows - first : t->block_rows;
+    ptrdiff_t group_rows = p->H / p->Hkv * p->Lq, blocks = (group_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    ptrdiff_t first = (blocks - 1 - item % blocks) * BLOCK_ROWS;       /* the longest causal rows start first */
+    ptrdiff_t rows = group_rows - first < BLOCK_ROWS ? group_rows - first : BLOCK_ROWS;
     FMHA_NAME(block_rows)(p, block, item / blocks / p->Hkv, item / blocks % p->Hkv, first, rows);
 }
 
@@ -548,9 +679,13 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
         ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(product_rows)(part, queries, p->D, keys + j * ldk, ldk, packed, queries, s + j * queries, queries);
-        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, &block, j0 + j, part, s + j * queries, NULL);
+        for (ptrdiff_t v = 0; v < queries / LANES; v++) {
+            block.low[v] = 0;
+            block.high[v] = part;
+        }
+        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, &block, j0 + j, s + j * queries, NULL);
     }
-    FMHA_NAME(softmax_block)(n, queries, s, peak, total, scale);
+    FMHA_NAME(softmax_block)(&block, 0, n, s, peak, total, scale);
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0);
         for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN */
@@ -687,6 +822,23 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
         }
 }
 
+/* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width); banded: the spans alone, zeros where a vector of rows
+ * is not at work among others that are. */
+static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *a, const REAL *x, ptrdiff_t ldx,
+                                    ptrdiff_t width, REAL *sums)
+{
+    ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
+    if (!banded) FMHA_NAME(product_rows_add)(n, width, block->rows, a, queries, x, ldx, sums, width);
+    while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
+        for (ptrdiff_t v = v0; v < v1; v++)
+            for (ptrdiff_t e = k; e < k + count; e++)
+                if (e < block->low[v] || e >= block->high[v]) v_store(a + e * queries + v * LANES, v_splat(0));
+        ptrdiff_t depth = (v1 * LANES < block->rows ? v1 * LANES : block->rows) - v0 * LANES;
+        FMHA_NAME(product_rows_add)(count, width, depth, a + k * queries + v0 * LANES, queries, x + v0 * LANES * ldx, ldx,
+                                    sums + k * width, width);
+    }
+}
+
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
  * latter two without the factor scale; NULL where not wanted. */
 static void FMHA_NAME(pair)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
@@ -699,13 +851,20 @@ static void FMHA_NAME(pair)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block
     const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
     const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
     REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL;
-    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-    FMHA_NAME(product_rows)(n, queries, p->D, k, ldk, packed->q, queries, s, queries);
-    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
-    FMHA_NAME(product_rows)(n, queries, p->Dv, v, ldv, packed->grad_out, queries, g, queries);
     int touched = FMHA_NAME(touched)(p, block, j, n), masked = touched || slope;
-    if (masked) FMHA_NAME(mask_tile)(p, block, j, n, s, slope);
-    for (ptrdiff_t q = 0; q < queries;) {
+    if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return;
+    int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
+    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+    FMHA_NAME(product_scores)(block, banded, n, p->D, k, ldk, packed->q, s);
+    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
+    FMHA_NAME(product_scores)(block, banded, n, p->Dv, v, ldv, packed->grad_out, g);
+    if (masked) FMHA_NAME(mask_tile)(p, block, j, s, slope);
+    for (ptrdiff_t q = 0; banded && q < queries; q += LANES) {
+        ptrdiff_t low = block->low[q / LANES], at = low * queries + q;
+        FMHA_NAME(gradient_columns)(1, 1, block->high[q / LANES] - low, queries, s + at, g + at, slope ? slope + at : NULL,
+                                    packed->lse + q, packed->delta + q);
+    }
+    for (ptrdiff_t q = 0; !banded && q < queries;) {
         ptrdiff_t vectors = (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
         REAL *slope_q = slope ? slope + q : NULL;
         if (vectors == MICRO_VECTORS && !masked)
@@ -719,19 +878,25 @@ static void FMHA_NAME(pair)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block
     if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
         int finite = w->grad_out_finite || !touched;
         const REAL *rows = FMHA_NAME(block_matrix)(&t->grad_out, block, p->Dv, finite, w->copy_grad_out, &ld);
-        FMHA_NAME(product_rows_add)(n, value_width, block->rows, s, queries, rows, ld, grad_v, value_width);
+        FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, grad_v);
         if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &t->grad_out, p->Dv, grad_v, value_width);
     }
     if (grad_k) {       /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
         int finite = w->q_finite || !touched;
         const REAL *rows = FMHA_NAME(block_matrix)(&p->q, block, p->D, finite, w->copy_q, &ld);
-        FMHA_NAME(product_rows_add)(n, width, block->rows, g, queries, rows, ld, grad_k, width);
+        FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
         if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, grad_k, width);
     }
     if (grad_q) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
         int finite = w->k_finite || !touched;
         const REAL *rows = FMHA_NAME(whole_rows)(k, ldk, n, p->D, finite, w->copy_k, &ld);
-        FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
+        if (!banded) FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
+        for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
+            ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
+            ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
+            if (many) FMHA_NAME(product_columns_add)(own, width, many, g + low * queries + q, queries, rows + low * ld, ld,
+                                                     grad_q + q * width, width);
+        }
         if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, k, ldk, p->D, grad_q, width);
     }
 }
@@ -751,7 +916,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
     const fmha_problem *p = &t->p;
     const int mode = t->mode;
     ptrdiff_t group = p->H / p->Hkv, all_rows = group * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
-    ptrdiff_t step = t->block_rows, blocks = (all_rows + step - 1) / step, tiles = (p->Lk + TILE_KEYS - 1) / TILE_KEYS;
+    ptrdiff_t step = BLOCK_ROWS, blocks = (all_rows + step - 1) / step, tiles = (p->Lk + TILE_KEYS - 1) / TILE_KEYS;
     ptrdiff_t first_block = 0, last_block = blocks, first_tile = 0, last_tile = tiles, pair = item;
     if (mode == FMHA_KEYS) {
         pair = item / tiles;
