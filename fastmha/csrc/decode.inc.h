@@ -2,7 +2,8 @@
  * for all rows of the group, a whole row at a time, the values fetched ahead while the keys are at work. Keys are split in
  * chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in the order of the chunks. */
 
-#define DECODE_KEYS 64      /* keys whose scores are kept at a time */
+#define DECODE_KEYS 256     /* keys whose scores are kept at a time: their values, fetched meanwhile, wait in the second cache */
+#define DECODE_VALUES 64    /* keys of one product with the values: sums of sums err less than one long sum */
 
 /* Elements of scratch a thread: q rows, scores, shrink, a copy of values, or what the tiled forward pass needs where it
  * must step in; elements of one chunk's result: peak, total and sums of each row. */
@@ -10,7 +11,7 @@ static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chu
 {
     ptrdiff_t rows = p->H / p->Hkv * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     *chunk_result = rows * (value_width + 2);
-    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_KEYS * value_width, tiled = FMHA_NAME(forward_scratch)(p);
+    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_VALUES * value_width, tiled = FMHA_NAME(forward_scratch)(p);
     return own > tiled ? own : tiled;
 }
 
@@ -42,6 +43,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) even[r] = odd[r] = v_splat(0);
         ptrdiff_t d = 0;
+#pragma GCC unroll 4
         for (; d + 2 * LANES <= D; d += 2 * LANES) {
             VEC first = v_load(key + d), second = v_load(key + d + LANES);
 #pragma GCC unroll 4
@@ -63,8 +65,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
 }
 
 /* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time, four rows at a time. */
-static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk,
-                                     const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv, ptrdiff_t keys_left, REAL *scores)
+static inline __attribute__((always_inline)) void FMHA_NAME(decode_width)(
+    ptrdiff_t rows, ptrdiff_t n, const ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk, const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv,
+    ptrdiff_t keys_left, REAL *scores)
 {
     ptrdiff_t width = ROUND_UP(D, LANES);
     for (ptrdiff_t j = 0; j < n; j += LANES) {
@@ -77,6 +80,15 @@ static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, c
         for (; r < rows; r++)
             FMHA_NAME(decode_group)(1, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
     }
+}
+
+/* The usual widths have loops of their own, unrolled. */
+static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk,
+                                     const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv, ptrdiff_t keys_left, REAL *scores)
+{
+    if (D == 64) FMHA_NAME(decode_width)(rows, n, 64, q, k, ldk, v, ldv, Dv, keys_left, scores);
+    else if (D == 128) FMHA_NAME(decode_width)(rows, n, 128, q, k, ldk, v, ldv, Dv, keys_left, scores);
+    else FMHA_NAME(decode_width)(rows, n, D, q, k, ldk, v, ldv, Dv, keys_left, scores);
 }
 
 /* One chunk of keys for all rows of a group. Returns whether the sums are finite; careful: the firewall's path. */
@@ -117,9 +129,13 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
             total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
             peak[r] = now;
         }
-        /* out (rows, Dv) <- shrink * out + probabilities (rows, keys) @ v (keys, Dv) */
-        const REAL *values = FMHA_NAME(whole_rows)(v + j * ldv, ldv, n, p->Dv, !(careful && touched), copy, &ld);
-        FMHA_NAME(product_)(2, rows, value_width, n, scores, DECODE_KEYS, 1, values, ld, out, value_width, shrink);
+        for (ptrdiff_t e = 0; e < n; e += DECODE_VALUES) {
+            ptrdiff_t part = n - e < DECODE_VALUES ? n - e : DECODE_VALUES;
+            const REAL *values = FMHA_NAME(whole_rows)(v + (j + e) * ldv, ldv, part, p->Dv, !(careful && touched), copy, &ld);
+            /* out (rows, Dv) <- shrink * out + probabilities (rows, keys) @ v (keys, Dv) */
+            if (e == 0) FMHA_NAME(product_)(2, rows, value_width, part, scores, DECODE_KEYS, 1, values, ld, out, value_width, shrink);
+            else FMHA_NAME(product_)(1, rows, value_width, part, scores + e, DECODE_KEYS, 1, values, ld, out, value_width, shrink);
+        }
         if (careful && touched)
             for (ptrdiff_t r = 0; r < rows; r++) {
                 fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j, .cols = n, .ld = DECODE_KEYS};

@@ -167,6 +167,33 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
 #define v_store_n(pointer, value, n) \
     do { if ((n) >= LANES) v_store(pointer, value); else FMHA_NAME(store_part)(pointer, value, n); } while (0)
 
+#if defined(__GNUC__) && !defined(__clang__)
+/* Lane l gets lane l + half, around the end. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
+{
+    IVEC from;
+#pragma GCC unroll 16
+    for (ptrdiff_t l = 0; l < LANES; l++) from[l] = (INT)((l + half) % LANES);
+    return __builtin_shuffle(value, from);
+}
+
+static inline REAL FMHA_NAME(sum)(VEC value)
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t half = LANES / 2; half; half /= 2) value = value + FMHA_NAME(turned)(value, half);
+    return value[0];
+}
+
+static inline REAL FMHA_NAME(largest)(VEC value)
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t half = LANES / 2; half; half /= 2) {
+        VEC other = FMHA_NAME(turned)(value, half);
+        value = v_max(other, value);
+    }
+    return value[0];
+}
+#else
 static inline REAL FMHA_NAME(sum)(VEC value)
 {
     REAL lanes[LANES];
@@ -184,6 +211,7 @@ static inline REAL FMHA_NAME(largest)(VEC value)
     for (ptrdiff_t l = 1; l < LANES; l++) best = lanes[l] > best ? lanes[l] : best;
     return best;
 }
+#endif
 
 /* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. Exact at 0, 0 at -inf, NaN at NaN, gradual underflow:
  * 2^n is applied as two factors, both normal, so that only the last product rounds into the subnormals. */
