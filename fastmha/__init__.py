@@ -6,8 +6,10 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
             \\        /
             module.py                   fused parameters, forward, backward
                 |
-                |    functional.py      attention, attention_backward, the textbook functions
-                |     /     |
+                |    functional.py      attention, attention_backward, merge, the textbook functions
+                |     /     |    \\
+                |    /      |   capture.py          weights of chosen heads and rows, by a second pass
+                |   /       |
             validate.py     |           every check and message; arrays -> one Problem
                 |           |
              plan.py  threads.py        which algorithm and tiles; how many threads, who limits BLAS
@@ -49,11 +51,13 @@ def _choose_isa() -> None:
 _choose_isa()
 
 from fastmha import analysis, reference  # noqa: E402
+from fastmha.capture import Capture  # noqa: E402
 from fastmha.config import show_config  # noqa: E402
 from fastmha.functional import (  # noqa: E402
     attention,
     attention_backward,
     combine_heads,
+    merge,
     multi_head_attention,
     multi_head_attention_core,
     plan,
@@ -75,8 +79,8 @@ from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
-    "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention", "attention_backward", "combine_heads",
+    "Capture", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention", "attention_backward", "combine_heads",
     "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask",
-    "get_num_threads", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
+    "get_num_threads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
     "scaled_dot_product_attention", "set_num_threads", "show_config", "softmax", "softmax_backward", "split_heads",
 ]

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 from fastmha import _core, algorithms, threads, validate
+from fastmha import capture as captures
 from fastmha._core import Problem
+from fastmha.capture import Capture
 from fastmha.plan import Plan, choose, make_plan
 
 
@@ -14,7 +16,8 @@ def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
     window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
-    algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None, num_threads: int | None = None,
+    algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None, capture: Capture | None = None,
+    num_threads: int | None = None,
 ) -> Any:
     """Scaled dot-product attention on heads: softmax(scale · q kᵀ, masked) v [1]_.
 
@@ -56,6 +59,9 @@ def attention(
         Also return the log of the sum of exponentials of each row, as the backward pass needs it.
     out : array, optional
         Where to write the output; must not overlap an input.
+    capture : Capture, optional
+        Also return the attention weights of chosen query heads and rows, or a reduction of them, from a second pass over
+        those: no bit of `out` and `lse` changes, whatever the algorithm. See `fastmha.Capture`.
     num_threads : int, optional
         Threads for this call; default `fastmha.get_num_threads()`. The bits do not depend on it.
 
@@ -65,6 +71,8 @@ def attention(
         A query from which every key is removed gives zeros.
     lse : (B, H, Lq) array, with ``return_lse=True``
         Natural logarithm; -inf for a query from which every key is removed.
+    captured : array, with `capture`
+        (B, n_heads, n_rows, Lk), or what `Capture.reduce` leaves of it; always the last.
 
     Raises
     ------
@@ -91,8 +99,9 @@ def attention(
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     name, _ = choose(problem, algorithm)
     workers = threads.resolve(num_threads)
-    B, H, _, Lq, _, _, Dv = problem.shape
+    B, H, _, Lq, _, D, Dv = problem.shape
     shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
+    chosen = None if capture is None else captures.choose(capture, problem)
     if out is None:
         result = target = np.empty(shape, problem.dtype)
     else:
@@ -105,7 +114,10 @@ def attention(
     algorithms.forward(name, problem, _by_head(target, layout), lse, None, workers)
     if target is not result:
         result[...] = target
-    return (result, lse) if return_lse else result
+    if chosen is None:
+        return (result, lse) if return_lse else result
+    captured = captures.fill(chosen, problem, validate.scaling(scale, softcap, D, problem.dtype), algorithm, workers)
+    return (result, lse, captured) if return_lse else (result, captured)
 
 
 def attention_backward(
@@ -162,16 +174,85 @@ def attention_backward(
     return grads[0], grads[1], grads[2]
 
 
+def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray, *,
+          layout: str = "BHLD") -> tuple[np.ndarray, np.ndarray]:
+    """Attention over two sets of keys, from the attention over each: for keys that do not fit in memory together.
+
+    Parameters
+    ----------
+    out1, out2 : (B, H, Lq, Dv) arrays of float32 or float64, (B, Lq, H, Dv) with ``layout="BLHD"``
+        What `attention` returned for the same queries and each set of keys and values. Any strides.
+    lse1, lse2 : (B, H, Lq) arrays of the dtype of out1
+        The log-sum-exps that it returned with ``return_lse=True``.
+    layout : {"BHLD", "BLHD"}
+        Axis order of out1, out2 and the result.
+
+    Returns
+    -------
+    out : array of the shape of out1
+        (e¹ out1 + e² out2) / (e¹ + e²) with eⁿ = exp(lseₙ).
+    lse : (B, H, Lq) array
+        log(e¹ + e²). Both results are fresh arrays, to be merged with the next set of keys.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For arrays whose shapes or dtypes do not fit together.
+
+    Notes
+    -----
+    Where one lse is -inf (no key of that set may be attended) the result has the bits of the other side, whatever the empty
+    side's out holds; where both are, out is 0 and lse -inf. Any other NaN or Inf reaches the result.
+
+    Examples
+    --------
+    >>> import numpy as np, fastmha
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 1, 2, 10, 8))
+    >>> halves = [fastmha.attention(q, k[:, :, s], v[:, :, s], return_lse=True) for s in (slice(0, 6), slice(6, 10))]
+    >>> out, lse = fastmha.merge(*halves[0], *halves[1])
+    >>> np.allclose(out, fastmha.attention(q, k, v))
+    True
+    """
+    validate.choice("layout", layout, validate.LAYOUTS)
+    out1 = validate.heads("out1", out1, layout)
+    dtype = out1.dtype
+    B, H, Lq, _ = _by_head(out1, layout).shape
+    lse1 = validate.like("lse1", lse1, (B, H, Lq), dtype, layout, "out1")
+    out2 = validate.like("out2", out2, out1.shape, dtype, layout, "out1")
+    lse2 = validate.like("lse2", lse2, (B, H, Lq), dtype, layout, "out1")
+    out = np.empty(out1.shape, dtype)
+    x, y, to = (_by_head(z, layout) for z in (out1, out2, out))
+    with np.errstate(all="ignore"):
+        top = np.maximum(lse1, lse2)
+        weight1, weight2 = np.exp(lse1 - top), np.exp(lse2 - top)
+        total = weight1 + weight2
+        weight1 /= total
+        weight2 /= total
+        lse = np.log(total)
+        lse += top
+        np.multiply(x, weight1[..., None], out=to)
+        to += y * weight2[..., None]
+    for empty, other_out, other_lse in ((lse2 == -np.inf, x, lse1), (lse1 == -np.inf, y, lse2)):
+        if empty.any():
+            np.copyto(to, other_out, where=empty[..., None])
+            np.copyto(lse, other_lse, where=empty)
+    np.copyto(to, 0, where=(lse == -np.inf)[..., None])
+    return out, lse
+
+
 def plan(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
     window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
-    algorithm: str = "auto", return_lse: bool = False, num_threads: int | None = None, backward: bool = False,
+    algorithm: str = "auto", return_lse: bool = False, capture: Capture | None = None, num_threads: int | None = None,
+    backward: bool = False,
 ) -> Plan:
     """What `attention` with these arguments would do: algorithm and reasons, tiles, work, copies, scratch, balance.
 
     Looks at shapes, strides and dtypes of q, k, v, never at their values. Parameters are those of `attention`;
-    ``backward=True`` plans the forward and the backward pass together. Raises what `attention` raises.
+    ``backward=True`` plans the forward and the backward pass together. `capture` is checked and otherwise ignored: the plan is
+    that of the pass that computes the output. Raises what `attention` raises.
 
     Examples
     --------
@@ -181,6 +262,8 @@ def plan(
     'tiled'
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    if capture is not None:
+        captures.check(capture, problem)
     return make_plan(problem, algorithm, threads.resolve(num_threads), validate.flag("backward", backward))
 
 

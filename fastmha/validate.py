@@ -6,6 +6,7 @@ axis with unit stride, aligned; masks with 4 axes; offsets and lengths per batch
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -160,17 +161,23 @@ def attention_problem(
     lengths = None
     if key_padding_lengths is not None:
         lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
+    factor, cap = scaling(scale, softcap, D, q.dtype)
+    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, lengths, left, right, factor, cap)
+    problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
+    return problem
+
+
+def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, float]:
+    """The factor of the products, and the softcap or 0 for none."""
     if scale is None:
         scale = 1 / math.sqrt(D) if D else 1.0
-    elif not _finite_real(scale, q.dtype):
+    elif not _finite_real(scale, dtype):
         raise _wrong_number("scale", "a finite number or None", scale)
     if softcap is None:
         softcap = 0.0
-    elif not _finite_real(softcap, q.dtype) or q.dtype.type(softcap) <= 0:
+    elif not _finite_real(softcap, dtype) or dtype.type(softcap) <= 0:
         raise _wrong_number("softcap", "a finite number > 0 or None", softcap)
-    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, lengths, left, right, float(scale), float(softcap))
-    problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
-    return problem
+    return float(scale), float(softcap)
 
 
 def _finite_real(value: Any, dtype: np.dtype) -> bool:
@@ -258,6 +265,38 @@ def batch_lengths(name: str, lengths: Any, B: int, longest: int, longest_name: s
     return np.array(values, np.int64)
 
 
+def selection(name: str, chosen: Any) -> int | slice | tuple[int, ...] | None:
+    """Indices into an axis whose length is not known yet: None (all), an int, a slice, or a sequence of ints as a tuple."""
+    if chosen is None:
+        return None
+    if isinstance(chosen, slice):
+        for part in ("start", "stop", "step"):
+            if getattr(chosen, part) is not None:
+                integer(f"{name}.{part}", getattr(chosen, part))
+        if chosen.step == 0:
+            raise ValueError(f"{name}.step must not be 0")
+        return chosen
+    if isinstance(chosen, np.ndarray) and chosen.ndim != 1:
+        raise ValueError(f"{name} must have one axis where it is an array, got shape {chosen.shape}")
+    if isinstance(chosen, (Sequence, np.ndarray)) and not isinstance(chosen, (str, bytes)):
+        return tuple(integer(f"{name}[{i}]", x) for i, x in enumerate(chosen))
+    if isinstance(chosen, (bool, np.bool_)) or not isinstance(chosen, Integral):
+        raise TypeError(f"{name} must be None, an int, a slice or a sequence of ints, got {chosen!r}")
+    return int(chosen)
+
+
+def positions(name: str, chosen: Any, n: int, what: str) -> np.ndarray:
+    """What `selection` returned, on an axis of q of length n: int64 indices in [0, n)."""
+    if chosen is None or isinstance(chosen, slice):
+        return np.arange(*(chosen or slice(None)).indices(n), dtype=np.int64)
+    several = isinstance(chosen, tuple)
+    for i, x in enumerate(chosen if several else (chosen,)):
+        if not -n <= x < n:
+            raise ValueError(f"{name} must lie in [{-n}, {n}) as q has {n} {what}, got {x}{f' at index {i}' if several else ''}")
+    indices = np.array(chosen, np.int64).reshape(-1)
+    return np.where(indices < 0, indices + n, indices)
+
+
 def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, Any]) -> np.ndarray:
     """Check `out=`: shape, dtype, writable, no overlap with an input or with itself."""
     if not isinstance(out, np.ndarray):
@@ -288,10 +327,10 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return True     # too intricate to tell apart: refused
 
 
-def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str) -> np.ndarray:
-    """An array that must have the given shape and dtype, such as grad_out, out and lse of the backward pass."""
+def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, of: str = "q") -> np.ndarray:
+    """An array that must have the given shape and the dtype of `of`, such as grad_out, out and lse of the backward pass."""
     x = floats(name, x)
-    same_dtype(name, x, "q", dtype)
+    same_dtype(name, x, of, dtype)
     if x.shape != shape:
         raise ValueError(f'{name} must have shape {shape} for layout "{layout}", got {x.shape}')
     return x

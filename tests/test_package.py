@@ -166,9 +166,11 @@ def test_the_declared_dependencies_are_numpy_and_scipy():
 SIZES = "batch_size seq_len d_model n_heads"
 MASKING = "mask is_causal offset key_padding_lengths window"
 FUNCTIONS = {
-    "attention": f"q k v * layout {MASKING} scale softcap algorithm return_lse out num_threads",
+    "attention": f"q k v * layout {MASKING} scale softcap algorithm return_lse out capture num_threads",
     "attention_backward": f"grad_out q k v out lse * layout {MASKING} scale softcap algorithm num_threads",
-    "plan": f"q k v * layout {MASKING} scale softcap algorithm return_lse num_threads backward",
+    "plan": f"q k v * layout {MASKING} scale softcap algorithm return_lse capture num_threads backward",
+    "merge": "out1 lse1 out2 lse2 * layout",
+    "Capture": "heads rows reduce",
     "softmax": "x",
     "softmax_backward": "grad_output softmax_output",
     "scaled_dot_product_attention": "Q K V mask",
@@ -223,8 +225,10 @@ def test_public_functions_take_their_arguments_in_this_order(path):
 DEFAULTS = {
     "attention": {
         "layout": "BHLD", "mask": None, "is_causal": False, "offset": None, "key_padding_lengths": None, "window": None,
-        "scale": None, "softcap": None, "algorithm": "auto", "return_lse": False, "out": None, "num_threads": None,
+        "scale": None, "softcap": None, "algorithm": "auto", "return_lse": False, "out": None, "capture": None,
+        "num_threads": None,
     },
+    "Capture": {"heads": None, "rows": None, "reduce": None},
     "attention_backward": {"layout": "BHLD", "mask": None, "is_causal": False, "scale": None, "algorithm": "auto"},
     "MultiHeadAttention": {
         "num_kv_heads": None, "use_bias": False, "dtype": np.float32, "layout": "auto", "algorithm": "auto",
