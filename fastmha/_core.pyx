@@ -23,6 +23,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         int64_t left, right
         const int64_t *offset
         const int64_t *key_length
+        int stored
         fmha_array q, k, v, bool_mask, additive_mask
 
     ctypedef struct fmha_block:
@@ -77,6 +78,7 @@ cdef extern from "csrc/fastmha.h" nogil:
 
     int FMHA_ISA_COUNT
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
+    int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
     ptrdiff_t FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
@@ -249,7 +251,8 @@ cdef class Problem:
     """One attention after validation: shapes, element strides and rules, for float32 or float64.
 
     q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset and
-    key_lengths (B,) int64 or None; all aligned, last axis of q, k, v with unit stride.
+    key_lengths (B,) int64 or None; all aligned, last axis of q, k, v with unit stride. k and v may be stored as float16,
+    bfloat16 (as uint16) or the other float, for "tiled" and "decode" forward.
     """
     cdef fmha_problem c
     cdef object keep
@@ -268,9 +271,14 @@ cdef class Problem:
         self.is_double = self.itemsize == 8
         read_array(q, &self.c.q, shape, self.itemsize, False)
         self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
-        read_array(k, &self.c.k, shape, self.itemsize, False)
+        stored = k.dtype
+        if stored == self.dtype:
+            self.c.stored = FMHA_SAME
+        else:
+            self.c.stored = FMHA_HALF if stored.char == "e" else FMHA_BFLOAT if stored.char == "H" else FMHA_OTHER
+        read_array(k, &self.c.k, shape, stored.itemsize, False)
         self.c.Hkv, self.c.Lk = shape[1], shape[2]
-        read_array(v, &self.c.v, shape, self.itemsize, False)
+        read_array(v, &self.c.v, shape, stored.itemsize, False)
         self.c.Dv = shape[3]
         self.c.bool_mask.data = self.c.additive_mask.data = NULL
         if bool_mask is not None:

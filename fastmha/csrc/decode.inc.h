@@ -11,22 +11,23 @@ static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chu
 {
     ptrdiff_t rows = p->H / p->Hkv * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     *chunk_result = rows * (value_width + 2);
-    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_VALUES * value_width, tiled = FMHA_NAME(forward_scratch)(p);
+    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_VALUES * value_width + FMHA_NAME(computed_scratch)(p, DECODE_VALUES);
+    ptrdiff_t tiled = FMHA_NAME(forward_scratch)(p);
     return own > tiled ? own : tiled;
 }
 
 /* What is fetched ahead while scores are computed: the values of the same keys, and the keys of the next group of LANES. */
 typedef struct {
-    const REAL *v;
+    const char *v;
     ptrdiff_t ldv, Dv, keys_left, passes;
 } FMHA_NAME(ahead);
 
 /* scores (many, LANES keys) <- q (many, width, padded) @ k (keys, D).T; a key's vectors are loaded once for `many` rows. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
-    const int many, ptrdiff_t keys, ptrdiff_t D, const REAL *q, ptrdiff_t width, const REAL *k, ptrdiff_t ldk,
+    const int type, const int many, ptrdiff_t keys, ptrdiff_t D, const REAL *q, ptrdiff_t width, const char *k, ptrdiff_t ldk,
     const FMHA_NAME(ahead) *ahead, ptrdiff_t pass, REAL *scores)
 {
-    const ptrdiff_t line = 64 / (ptrdiff_t)sizeof(REAL);
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), line = 64 / size;
     /* Each pass over the group fetches its share, so that memory is never idle. */
     ptrdiff_t key_share = ROUND_UP((D + ahead->passes - 1) / ahead->passes, line), key_from = pass * key_share;
     ptrdiff_t value_share = ROUND_UP((ahead->Dv + ahead->passes - 1) / ahead->passes, line), value_from = pass * value_share;
@@ -34,18 +35,18 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
     ptrdiff_t value_to = value_from + value_share < ahead->Dv ? value_from + value_share : ahead->Dv;
     VEC sum[4][LANES];
     for (ptrdiff_t l = 0; l < LANES; l++) {
-        const REAL *key = k + (l < keys ? l : 0) * ldk;
+        const char *key = k + (l < keys ? l : 0) * ldk * size;
         if (l < keys)
-            for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch(ahead->v + l * ahead->ldv + d);
+            for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch(ahead->v + (l * ahead->ldv + d) * size);
         if (l + LANES < ahead->keys_left)
-            for (ptrdiff_t d = key_from; d < key_to; d += line) v_prefetch(key + LANES * ldk + d);
+            for (ptrdiff_t d = key_from; d < key_to; d += line) v_prefetch(key + (LANES * ldk + d) * size);
         VEC even[4], odd[4];
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) even[r] = odd[r] = v_splat(0);
         ptrdiff_t d = 0;
 #pragma GCC unroll 4
         for (; d + 2 * LANES <= D; d += 2 * LANES) {
-            VEC first = v_load(key + d), second = v_load(key + d + LANES);
+            VEC first = FMHA_NAME(stored_load)(type, key + d * size), second = FMHA_NAME(stored_load)(type, key + (d + LANES) * size);
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) {
                 even[r] = even[r] + first * v_load(q + r * width + d);
@@ -53,7 +54,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
             }
         }
         for (; d < D; d += LANES) {
-            VEC first = v_load_n(key + d, D - d, 0);
+            VEC first = D - d >= LANES ? FMHA_NAME(stored_load)(type, key + d * size) : FMHA_NAME(stored_part)(type, key + d * size, D - d);
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) even[r] = even[r] + first * v_load(q + r * width + d);
         }
@@ -65,30 +66,53 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
 }
 
 /* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time, four rows at a time. */
-static inline __attribute__((always_inline)) void FMHA_NAME(decode_width)(
-    ptrdiff_t rows, ptrdiff_t n, const ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk, const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv,
+static inline __attribute__((always_inline)) void FMHA_NAME(decode_width)(const int type,
+    ptrdiff_t rows, ptrdiff_t n, const ptrdiff_t D, const REAL *q, const char *k, ptrdiff_t ldk, const char *v, ptrdiff_t ldv, ptrdiff_t Dv,
     ptrdiff_t keys_left, REAL *scores)
 {
-    ptrdiff_t width = ROUND_UP(D, LANES);
+    ptrdiff_t width = ROUND_UP(D, LANES), size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t j = 0; j < n; j += LANES) {
-        FMHA_NAME(ahead) ahead = {v + j * ldv, ldv, Dv, keys_left - j, rows / 4 + rows % 4 / 2 + rows % 2};
+        FMHA_NAME(ahead) ahead = {v + j * ldv * size, ldv, Dv, keys_left - j, rows / 4 + rows % 4 / 2 + rows % 2};
         ptrdiff_t keys = n - j < LANES ? n - j : LANES, r = 0, pass = 0;
         for (; r + 4 <= rows; r += 4)
-            FMHA_NAME(decode_group)(4, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
+            FMHA_NAME(decode_group)(type, 4, keys, D, q + r * width, width, k + j * ldk * size, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
         for (; r + 2 <= rows; r += 2)
-            FMHA_NAME(decode_group)(2, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
+            FMHA_NAME(decode_group)(type, 2, keys, D, q + r * width, width, k + j * ldk * size, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
         for (; r < rows; r++)
-            FMHA_NAME(decode_group)(1, keys, D, q + r * width, width, k + j * ldk, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
+            FMHA_NAME(decode_group)(type, 1, keys, D, q + r * width, width, k + j * ldk * size, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
     }
 }
 
 /* The usual widths have loops of their own, unrolled. */
-static void FMHA_NAME(decode_scores)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t D, const REAL *q, const REAL *k, ptrdiff_t ldk,
-                                     const REAL *v, ptrdiff_t ldv, ptrdiff_t Dv, ptrdiff_t keys_left, REAL *scores)
+#define DECODE_WIDTH(type, D) \
+    FMHA_NAME(decode_width)(type, rows, n, D, q, k, p->k.stride[2], v, p->v.stride[2], p->Dv, keys_left, scores)
+#define DECODE_WIDTHS(type) \
+    if (p->D == 64) DECODE_WIDTH(type, 64); \
+    else if (p->D == 128) DECODE_WIDTH(type, 128); \
+    else DECODE_WIDTH(type, p->D)
+static void FMHA_NAME(decode_scores)(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t n, const REAL *q, const char *k, const char *v,
+                                     ptrdiff_t keys_left, REAL *scores)
 {
-    if (D == 64) FMHA_NAME(decode_width)(rows, n, 64, q, k, ldk, v, ldv, Dv, keys_left, scores);
-    else if (D == 128) FMHA_NAME(decode_width)(rows, n, 128, q, k, ldk, v, ldv, Dv, keys_left, scores);
-    else FMHA_NAME(decode_width)(rows, n, D, q, k, ldk, v, ldv, Dv, keys_left, scores);
+    switch (p->stored) {
+    case FMHA_HALF: DECODE_WIDTHS(FMHA_HALF); break;
+    case FMHA_BFLOAT: DECODE_WIDTHS(FMHA_BFLOAT); break;
+    case FMHA_OTHER: DECODE_WIDTH(FMHA_OTHER, p->D); break;
+    default: DECODE_WIDTHS(FMHA_SAME);
+    }
+}
+
+/* out (rows, columns) <- out + a (rows, depth) @ v (depth, columns), the first time (shrink given) shrink * out + … */
+#define DECODE_SUMS(type) \
+    FMHA_NAME(product_of)(type, shrink ? 2 : 1, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink ? shrink : a)
+static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a, const char *v, ptrdiff_t ldv,
+                                   REAL *out, const REAL *shrink)
+{
+    switch (type) {
+    case FMHA_HALF: DECODE_SUMS(FMHA_HALF); break;
+    case FMHA_BFLOAT: DECODE_SUMS(FMHA_BFLOAT); break;
+    case FMHA_OTHER: DECODE_SUMS(FMHA_OTHER); break;
+    default: DECODE_SUMS(FMHA_SAME);
+    }
 }
 
 /* One chunk of keys for all rows of a group. Returns whether the sums are finite; careful: the firewall's path. */
@@ -96,11 +120,9 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
                                    REAL *scores, REAL *shrink, REAL *copy, REAL *result, int careful)
 {
     const fmha_problem *p = &t->p;
-    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ldk = p->k.stride[2], ld;
-    ptrdiff_t ldv = p->v.stride[2];
+    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ld;
     REAL *peak = result, *total = peak + rows, *out = total + rows;
-    const REAL *k = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
-    const REAL *v = (const REAL *)p->v.data + b * p->v.stride[0] + hkv * p->v.stride[1];
+    REAL *converted = copy + DECODE_VALUES * value_width;
     for (ptrdiff_t r = 0; r < rows; r++) {
         peak[r] = NEGATIVE_INFINITY;
         total[r] = 0;
@@ -108,7 +130,8 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS;
-        FMHA_NAME(decode_scores)(rows, n, p->D, q, k + j * ldk, ldk, v + j * ldv, ldv, p->Dv, last - j, scores);
+        FMHA_NAME(decode_scores)(p, rows, n, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j), FMHA_NAME(stored_row)(p, &p->v, b, hkv, j),
+                                 last - j, scores);
         int touched = p->bool_mask.data || p->additive_mask.data;
         for (ptrdiff_t r = 0; r < rows; r++) {
             REAL *s = scores + r * DECODE_KEYS;
@@ -131,17 +154,22 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
         }
         for (ptrdiff_t e = 0; e < n; e += DECODE_VALUES) {
             ptrdiff_t part = n - e < DECODE_VALUES ? n - e : DECODE_VALUES;
-            const REAL *values = FMHA_NAME(whole_rows)(v + (j + e) * ldv, ldv, part, p->Dv, !(careful && touched), copy, &ld);
             /* out (rows, Dv) <- shrink * out + probabilities (rows, keys) @ v (keys, Dv) */
-            if (e == 0) FMHA_NAME(product_)(2, rows, value_width, part, scores, DECODE_KEYS, 1, values, ld, out, value_width, shrink);
-            else FMHA_NAME(product_)(1, rows, value_width, part, scores + e, DECODE_KEYS, 1, values, ld, out, value_width, shrink);
-        }
-        if (careful && touched)
-            for (ptrdiff_t r = 0; r < rows; r++) {
-                fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j, .cols = n, .ld = DECODE_KEYS};
-                FMHA_NAME(add_nonfinite)(p, &block, 0, 1, scores + r * DECODE_KEYS, v + j * ldv, ldv, p->Dv, out + r * value_width,
-                                         value_width);
+            if (value_width == p->Dv && !(careful && touched)) {
+                FMHA_NAME(decode_sums)(p->stored, rows, value_width, part, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
+                                       p->v.stride[2], out, e ? NULL : shrink);
+                continue;
             }
+            ptrdiff_t ldv;
+            const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, converted, &ldv);
+            const REAL *values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), copy, &ld);
+            FMHA_NAME(decode_sums)(FMHA_SAME, rows, value_width, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
+            for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
+                fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
+                                    .ld = DECODE_KEYS};
+                FMHA_NAME(add_nonfinite)(p, &block, 0, 1, scores + r * DECODE_KEYS + e, v, ldv, p->Dv, out + r * value_width, value_width);
+            }
+        }
     }
     return FMHA_NAME(all_finite)(rows, value_width, out, value_width);
 }

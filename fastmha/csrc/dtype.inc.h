@@ -1,6 +1,7 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
 #include "rows.inc.h"
+#include "stored.inc.h"
 #include "tiles.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
@@ -55,7 +56,11 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef GRANULE
 #undef MICRO_ROWS
 #undef MICRO
+#undef PRODUCT
 #undef MICRO_PANEL
+#undef DECODE_WIDTH
+#undef DECODE_WIDTHS
+#undef DECODE_SUMS
 #undef IVEC
 #undef v_load
 #undef v_store

@@ -14,6 +14,9 @@ typedef struct {
     ptrdiff_t stride[4];        /* in elements */
 } fmha_array;
 
+/* Element types of keys and values: the computation's, float16, bfloat16, the other one of float32 and float64. */
+enum { FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER };
+
 /* One attention: everything below validation works from this and nothing else. */
 typedef struct {
     ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv;
@@ -23,6 +26,7 @@ typedef struct {
     int64_t left, right;        /* i + offset - left <= j <= i + offset + right */
     const int64_t *offset;      /* (B,), NULL where not banded */
     const int64_t *key_length;  /* (B,) valid keys, NULL: all */
+    int stored;                 /* element type of k and v; others than FMHA_SAME: forward of "tiled" and "decode" alone */
     fmha_array q, k, v;
     fmha_array bool_mask;       /* uint8, nonzero = removed */
     fmha_array additive_mask;   /* the dtype of q, -inf = removed */

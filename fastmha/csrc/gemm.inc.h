@@ -64,8 +64,8 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
                 /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                 REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                 ptrdiff_t ld_to = whole == columns ? ldc : ld;
-                if (k0 == 0 || to == edge) FMHA_NAME(product_)(0, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
-                else FMHA_NAME(product_)(1, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
+                if (k0 == 0 || to == edge) PRODUCT(0, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
+                else PRODUCT(1, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
                 if (to == edge)
                     for (ptrdiff_t m = 0; m < rows; m++)
                         for (ptrdiff_t n = 0; n < columns; n++) {

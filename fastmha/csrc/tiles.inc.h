@@ -10,9 +10,10 @@
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of this file.
  * init: 0 zero, 1 c itself, 2 c[r] * row_scale[r]. It is added last: sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
-    const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
-    const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+    const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
 {
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[12][MICRO_VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
@@ -21,7 +22,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     for (ptrdiff_t k = 0; k < depth; k++) {
         VEC row[MICRO_VECTORS];
 #pragma GCC unroll 12
-        for (int v = 0; v < nv; v++) row[v] = v_load(b + v * LANES);
+        for (int v = 0; v < nv; v++) row[v] = FMHA_NAME(stored_load)(type, b + v * LANES * size);
 #pragma GCC unroll 12
         for (int r = 0; r < mr; r++) {
             VEC scalar = v_splat(a[r * a_row]);
@@ -29,7 +30,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
             for (int v = 0; v < nv; v++) sum[r][v] = sum[r][v] + scalar * row[v];
         }
         a += a_step;
-        b += ldb;
+        b += ldb * size;
     }
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
@@ -46,19 +47,20 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < 12 ? MICRO_SUMS / (nv) : 12)
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
-        FMHA_NAME(micro)(mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
+        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
 #define MICRO_PANEL(nv) \
     case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(2, nv); MICRO(1, nv); break;
 
-/* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1. */
-static inline __attribute__((always_inline)) void FMHA_NAME(product_)(
-    const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const REAL *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
+/* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1; b may
+ * be stored in another type. */
+static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
+    const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
+    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
         ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
-        const REAL *b = b0 + done * LANES;
+        const char *b = b0 + done * LANES * FMHA_NAME(stored_size)(type);
         ptrdiff_t r = 0;
         switch (nv) {
             MICRO_PANEL(1)
@@ -72,32 +74,35 @@ static inline __attribute__((always_inline)) void FMHA_NAME(product_)(
     }
 }
 
+#define PRODUCT(init, rows, columns, depth, a, a_row, a_step, b, ...) \
+    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__)
+
 /* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. */
 static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
-    FMHA_NAME(product_)(0, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+    PRODUCT(0, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
 }
 
 /* c <- c + a @ b, a's rows along the sum. */
 static __attribute__((noinline)) void FMHA_NAME(product_rows_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
-    FMHA_NAME(product_)(1, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+    PRODUCT(1, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
 }
 
 /* c <- row_scale * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. */
 static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
 {
-    FMHA_NAME(product_)(2, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, row_scale);
+    PRODUCT(2, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, row_scale);
 }
 
 /* c <- c + a^T @ b. */
 static __attribute__((noinline)) void FMHA_NAME(product_columns_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
-    FMHA_NAME(product_)(1, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, a);
+    PRODUCT(1, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, a);
 }
 
 /* ------------------------------------------------------------------------------------------------ a block of query rows */
@@ -439,11 +444,11 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
 /* ------------------------------------------------------------------------------------------------------------- forward */
 
 /* Scratch of one thread, in REALs: packed^T (D, queries), scores^T (keys, queries), out (queries, value width), values
- * (keys, value width) where they must be copied, three vectors of queries. */
+ * (keys, value width) where they must be copied, three vectors of queries, keys or values where they must be converted. */
 static ptrdiff_t FMHA_NAME(forward_scratch)(const fmha_problem *p)
 {
     ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
-    return (p->D + TILE_KEYS + value_width + 3) * BLOCK_ROWS + TILE_KEYS * value_width;
+    return (p->D + TILE_KEYS + value_width + 3) * BLOCK_ROWS + TILE_KEYS * value_width + FMHA_NAME(computed_scratch)(p, TILE_KEYS);
 }
 
 /* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
@@ -513,12 +518,10 @@ static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(r
 static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful, REAL factor)
 {
     const fmha_problem *p = &t->p;
-    ptrdiff_t queries = block->queries, value_width = block->value_width, ldk = p->k.stride[2], ldv;
+    ptrdiff_t queries = block->queries, value_width = block->value_width, ld, ldv;
     REAL *packed = scratch, *s = packed + p->D * BLOCK_ROWS, *out = s + TILE_KEYS * BLOCK_ROWS;
     REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS;
-    REAL *copy = scale + BLOCK_ROWS;
-    const REAL *keys = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1];
-    const REAL *values = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1];
+    REAL *copy = scale + BLOCK_ROWS, *converted = copy + TILE_KEYS * value_width;
     FMHA_NAME(pack_transposed)(block, &p->q, p->D, (REAL)p->scale, packed);
     for (ptrdiff_t q = 0; q < queries; q++) {
         peak[q] = NEGATIVE_INFINITY;
@@ -532,8 +535,9 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
         ptrdiff_t n = (block->j1 < start + TILE_KEYS ? block->j1 : start + TILE_KEYS) - j;
         int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0;
         if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
+        const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(product_scores)(block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, p->D, keys + j * ldk, ldk, packed, s);
+        FMHA_NAME(product_scores)(block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, p->D, keys, ld, packed, s);
         /* Where a band ends in the tile, each vector of rows works on its own keys: from an even one on, as above. */
         if (touched || p->softcap != 0) {
             banded = FMHA_NAME(set_spans)(block, j, n, 2);
@@ -543,7 +547,8 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
         if (factor != 1)
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
         /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
-        const REAL *rows = FMHA_NAME(whole_rows)(values + j * p->v.stride[2], p->v.stride[2], n, p->Dv, !(careful && touched), copy, &ldv);
+        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld);
+        const REAL *rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !(careful && touched), copy, &ldv);
         if (!banded) FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, scale);
         for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
             ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
@@ -552,7 +557,7 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
                                                  out + q * value_width, value_width, scale + q);
         }
         if (careful && touched)
-            FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values + j * p->v.stride[2], p->v.stride[2], p->Dv, out, value_width);
+            FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
     }
     return FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
 }
@@ -625,7 +630,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
 static ptrdiff_t FMHA_NAME(weights_scratch)(const fmha_problem *p)
 {
     ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
-    return (p->D + p->Lk + value_width + 3) * BLOCK_ROWS + p->Lk * value_width;
+    return (p->D + p->Lk + value_width + 3) * BLOCK_ROWS + p->Lk * value_width + FMHA_NAME(computed_scratch)(p, p->Lk);
 }
 
 /* weights[r, j0 : j0 + n] <- column r of probabilities^T (n, queries), zeros at the other keys. */
@@ -663,12 +668,12 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
     const fmha_problem *p = &t->p;
     FMHA_NAME(rows) block;
     FMHA_NAME(item_rows)(t, item, &block);
-    ptrdiff_t queries = block.queries, value_width = block.value_width, ldk = p->k.stride[2], ldv = p->v.stride[2], ld;
+    ptrdiff_t queries = block.queries, value_width = block.value_width, ldk, ldv, ld;
     ptrdiff_t j0 = block.j0, n = block.j1 - block.j0;
     REAL *packed = (REAL *)(t->scratch + worker * t->scratch_size), *s = packed + p->D * BLOCK_ROWS, *out = s + p->Lk * BLOCK_ROWS;
     REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS, *copy = scale + BLOCK_ROWS;
-    const REAL *keys = (const REAL *)p->k.data + block.b * p->k.stride[0] + block.hkv * p->k.stride[1] + j0 * ldk;
-    const REAL *values = (const REAL *)p->v.data + block.b * p->v.stride[0] + block.hkv * p->v.stride[1] + j0 * ldv;
+    REAL *converted = copy + p->Lk * value_width;
+    const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block.b, block.hkv, j0, n, p->D, converted, &ldk);
     FMHA_NAME(pack_transposed)(&block, &p->q, p->D, (REAL)p->scale, packed);
     for (ptrdiff_t q = 0; q < queries; q++) {
         peak[q] = NEGATIVE_INFINITY;
@@ -694,6 +699,7 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
         }
     }
     FMHA_NAME(write_weights)(t, &block, n, s);
+    const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block.b, block.hkv, j0, n, p->Dv, converted, &ldv);
     for (int careful = 0; careful < 2; careful++) {
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
