@@ -176,7 +176,7 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
         if name == "tiled":
             for x, y in zip(results, expected, strict=True):
                 assert same_bits(x, y)
-            _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 64, 0, 1)
+            _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 0, 1)
         for x, y in zip(results, expected, strict=True):  # by BLAS: another address may round otherwise
             np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(dtype).eps)
     if Lq * H // Hkv <= 64:
