@@ -5,7 +5,10 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     multihead.py  selfattention.py      the modules: thin faces of
             \\        /
             module.py                   fused parameters, forward, backward
-                |
+                |    \\
+                |    cache.py           KVCache: keys and values of past tokens
+                |    cached.py          the attention of the newest queries over them
+                |    /
                 |    functional.py      attention, attention_backward, merge, the textbook functions
                 |     /     |    \\
                 |    /      |   capture.py          weights of chosen heads and rows, by a second pass
@@ -51,6 +54,7 @@ def _choose_isa() -> None:
 _choose_isa()
 
 from fastmha import analysis, reference  # noqa: E402
+from fastmha.cache import KVCache  # noqa: E402
 from fastmha.capture import Capture  # noqa: E402
 from fastmha.config import show_config  # noqa: E402
 from fastmha.functional import (  # noqa: E402
@@ -72,15 +76,15 @@ from fastmha.masks import (  # noqa: E402
     create_causal_mask_with_cache,
     create_padding_mask,
 )
-from fastmha.multihead import MultiHeadAttention  # noqa: E402
+from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E402
 from fastmha.plan import Plan  # noqa: E402
 from fastmha.selfattention import SelfAttention  # noqa: E402
 from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
-    "Capture", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention", "attention_backward", "combine_heads",
-    "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask",
-    "get_num_threads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
+    "Capture", "KVCache", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention", "attention_backward",
+    "combine_heads", "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask",
+    "get_num_threads", "mean_pool_kv_heads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
     "scaled_dot_product_attention", "set_num_threads", "show_config", "softmax", "softmax_backward", "split_heads",
 ]

@@ -6,12 +6,15 @@
     concat --W_O--> output (B, L, d_out)
 
 The backward pass mirrors it: the attention's gradients are written into one buffer laid out like `projected`, so that
-one product gives the gradient of the fused weights and one the sum of the three input gradients.
+that one product gives the gradient of the fused weights and one the sum of the three input gradients.
+
+With a cache the keys and values are appended to it and the attention is over all that it holds (`cached.Step`); a cache as
+context stands for keys and values that were projected before.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,8 @@ import numpy as np
 
 from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
+from fastmha.cache import KVCache
+from fastmha.cached import Step, as_computed
 from fastmha.plan import choose
 
 _AXES = "(B, L, d_model)"
@@ -61,6 +66,14 @@ class _Kept:
     concat: np.ndarray                  # (B, L, H·Dv)
     lse: np.ndarray                     # (B, H, L)
     weights: np.ndarray | None
+    transform_qk: Callable | None
+    positions: np.ndarray | None        # (B, L)
+
+
+_NOTHING_KEPT = "backward needs a forward with training=True (and without a cache) before it"
+_CACHE_KEEPS_NOTHING = f"{_NOTHING_KEPT}: the last one had a cache"
+_CONTEXT_KEEPS_NOTHING = ("backward needs a forward whose context is an array: that of the last one was a KVCache, which "
+                          "does not know what it was projected from")
 
 
 class AttentionModule:
@@ -83,7 +96,7 @@ class AttentionModule:
         self._b_in = np.zeros(ends[3], self.dtype) if use_bias else None
         self._b_out = np.zeros(d_out, self.dtype) if use_bias else None
         self._grads: dict[str, np.ndarray] = {}
-        self._kept: _Kept | None = None
+        self._kept: _Kept | str | None = None       # a str says why nothing is kept
         self._frozen = False
         self.grad_context: np.ndarray | None = None
         generator = np.random.default_rng(rng)
@@ -199,41 +212,120 @@ class AttentionModule:
         return self.layout == "contiguous"
 
     def _forward(self, X: Any, context: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any, window: Any,
-                 softcap: Any, need_weights: Any, training: Any, num_threads: Any) -> Any:
+                 softcap: Any, need_weights: Any, training: Any, num_threads: Any, cache: Any = None,
+                 transform_qk: Any = None) -> Any:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
         X = self._input("X", X)
-        C = None if context is None else self._input("context", context)
+        if transform_qk is not None and not callable(transform_qk):
+            raise TypeError(f"transform_qk must be callable or None, got {transform_qk!r}")
+        if context is not None and not (cache is None and transform_qk is None):
+            raise ValueError(f"context and {'transform_qk' if cache is None else 'cache'} cannot be given together")
         workers = threads.resolve(num_threads)
+        if cache is not None:
+            return self._forward_cached(X, cache, mask, is_causal, offset, key_padding_lengths, window, softcap, need_weights,
+                                        training, workers, transform_qk)
+        stored = context if isinstance(context, KVCache) else None
+        C = None if context is None or stored is not None else self._input("context", context)
         B, L, _ = X.shape
         if C is not None and C.shape[0] != B:
             raise ValueError(f"context has batch size {C.shape[0]} on axis 0 but X has {B}")
         # projected is allocated first, so that everything about the call is checked before anything is computed
         q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
-        if C is None:
-            projected: tuple[np.ndarray, ...] = (np.empty((B, L, v_end), self.dtype),)
+        if stored is not None:
+            projected: tuple[np.ndarray, ...] = (np.empty((B, L, q_end), self.dtype),)
+            q = _split(projected[0], self._H)
+            k, v, key_padding_lengths = self._stored("context", stored, B, key_padding_lengths)
         else:
-            projected = np.empty((B, L, q_end), self.dtype), np.empty((B, C.shape[1], v_end - q_end), self.dtype)
-        q, k, v = self._heads(projected)
+            if C is None:
+                projected = (np.empty((B, L, v_end), self.dtype),)
+            else:
+                projected = np.empty((B, L, q_end), self.dtype), np.empty((B, C.shape[1], v_end - q_end), self.dtype)
+            q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset, key_padding_lengths, window, None,
                                              softcap)
         name, _ = choose(problem, self.algorithm, weights=need_weights)
-        blas = self.algorithm == "blas"
-        if C is None:
-            algorithms.product(_rows(X), self._W_in, _rows(projected[0]), workers, bias=self._b_in, blas=blas)
-        else:
-            for x, y, columns in ((X, projected[0], slice(0, q_end)), (C, projected[1], slice(q_end, v_end))):
-                bias = None if self._b_in is None else self._b_in[columns]
-                algorithms.product(_rows(x), self._W_in[:, columns], _rows(y), workers, bias=bias, blas=blas)
+        self._project(X, slice(0, projected[0].shape[2]), projected[0], workers)
+        if C is not None:
+            self._project(C, slice(q_end, v_end), projected[1], workers)
+        positions = None
+        if transform_qk is not None:
+            positions = _positions(0 if problem.offset is None else problem.offset, B, L)
+            _transform(transform_qk, q, k, positions)
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
         lse = np.empty((B, self._H, L), self.dtype) if training else None
         weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
-        heads = _split(concat, self._H)
-        algorithms.forward(name, problem, heads, lse, weights, workers, pack=self._pack())
-        out = np.empty((B, L, self._d_out), self.dtype)
-        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=blas)
+        algorithms.forward(name, problem, _split(concat, self._H), lse, weights, workers, pack=self._pack())
+        out = self._project_out(concat, workers)
         if training and lse is not None:
-            self._kept = _Kept(X, C, problem, projected, concat, lse, weights)
+            self._kept = (_CONTEXT_KEEPS_NOTHING if stored is not None else
+                          _Kept(X, C, problem, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
+
+    def _forward_cached(self, X: np.ndarray, cache: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
+                        window: Any, softcap: Any, need_weights: bool, training: bool, workers: int, transform_qk: Any) -> Any:
+        if offset is not None:
+            raise ValueError(f"offset and cache cannot be given together: it is the cached length of each row, got {offset!r}")
+        B, L, _ = X.shape
+        self._check_cache("cache", cache, B)
+        new = cache.new_lengths("key_padding_lengths", key_padding_lengths, L, "L")
+        projected = np.empty((B, L, self._columns["V"].stop), self.dtype)
+        q, k, v = self._heads((projected,))
+        step = Step(cache, q, k, v, new, mask, is_causal, window, softcap, self.algorithm, need_weights)
+        concat = np.empty((B, L, self._H * self._Dv), self.dtype)
+        weights = np.empty((B, self._H, L, step.total), self.dtype) if need_weights else None
+        self._project(X, slice(None), projected, workers)
+        if transform_qk is not None:
+            _transform(transform_qk, q, k, _positions(cache.lengths, B, L))
+        with step:
+            step.attend(_split(concat, self._H), weights, workers)
+            out = self._project_out(concat, workers)
+        if training:
+            self._kept = _CACHE_KEEPS_NOTHING
+        return (out, weights) if need_weights else out
+
+    def _project(self, x: np.ndarray, columns: slice, out: np.ndarray, workers: int) -> None:
+        """out (B, L, columns) <- x (B, L, d_model) @ W[:, columns] + b[columns] of the fused input projection."""
+        bias = None if self._b_in is None else self._b_in[columns]
+        algorithms.product(_rows(x), self._W_in[:, columns], _rows(out), workers, bias=bias, blas=self.algorithm == "blas")
+
+    def _project_out(self, concat: np.ndarray, workers: int) -> np.ndarray:
+        """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O."""
+        out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
+        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=self.algorithm == "blas")
+        return out
+
+    def _check_cache(self, name: str, cache: Any, B: int) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"{name} must be a KVCache, got {type(cache).__name__}")
+        has, own = (B, cache.num_kv_heads, cache.head_dim, cache.v_head_dim), (cache.batch_size, self._Hkv, self._D, self._Dv)
+        if has != own:
+            if cache.batch_size != B:
+                raise ValueError(f"{name} has batch size {cache.batch_size} but X has {B} on axis 0")
+            at = [x != y for x, y in zip(has, own)].index(True)
+            what = ("", "num_kv_heads", "head_dim", "v_head_dim")[at]
+            raise ValueError(f"{name} has {what} {has[at]} but the module has {own[at]}")
+
+    def _stored(self, name: str, stored: KVCache, B: int, key_padding_lengths: Any) -> tuple[np.ndarray, np.ndarray, Any]:
+        """k, v and padding lengths of a cache that stands for a context."""
+        self._check_cache(name, stored, B)
+        if stored.window is not None:
+            raise ValueError(f"{name} must be a cache that holds all its keys, got a ring with window {stored.window}")
+        lengths, length = stored.lengths, stored.length
+        if key_padding_lengths is not None:
+            lengths = np.minimum(lengths, validate.batch_lengths("key_padding_lengths", key_padding_lengths, B, length, "Lk"))
+        return *as_computed(stored.k, stored.v, self.dtype), lengths if (lengths < length).any() else None
+
+    def _project_context(self, C: Any, num_threads: Any) -> KVCache:
+        C = self._input("C", C)
+        workers = threads.resolve(num_threads)
+        B, Lc, _ = C.shape
+        cache = KVCache(B, self._Hkv, self._D, v_head_dim=self._Dv, capacity=Lc, dtype=self.dtype)
+        columns = slice(self._columns["K"].start, self._columns["V"].stop)
+        projected = np.empty((B, Lc, columns.stop - columns.start), self.dtype)
+        self._project(C, columns, projected, workers)
+        k_end = self._Hkv * self._D
+        cache.append(_split(projected[:, :, :k_end], self._Hkv), _split(projected[:, :, k_end:], self._Hkv))
+        return cache
 
     def _heads(self, projected: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q (B, H, L, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv): views of the projections."""
@@ -252,7 +344,7 @@ class AttentionModule:
         """Views of what the last training forward kept: X, Q, K, V as heads, concat, lse, and A (B, H, L, Lk) if the
         weights were asked for. Empty if nothing is kept."""
         kept = self._kept
-        if kept is None:
+        if not isinstance(kept, _Kept):
             return {}
         views = {"X": kept.X, "Q": kept.problem.q, "K": kept.problem.k, "V": kept.problem.v, "concat": kept.concat,
                  "lse": kept.lse}
@@ -280,18 +372,23 @@ class AttentionModule:
         -------
         grad_X : (B, L, d_model) array
             Also written: ``grad_W_Q`` … ``grad_b_O`` (overwritten, not accumulated) and, after a forward with a context,
-            ``grad_context``. May be called again after one forward.
+            ``grad_context``. May be called again after one forward. A `transform_qk` of the forward is gone back through by
+            its attribute ``backward``.
 
         Raises
         ------
         ValueError
-            Without a kept forward, on a frozen module, or for a grad_output of another shape than the output.
+            Without a kept forward, on a frozen module, for a grad_output of another shape than the output, or after a forward
+            with a `transform_qk` that has no ``backward``.
         """
         if self._frozen:
             raise ValueError("backward needs a module that is not frozen: call unfreeze() and forward first")
         kept = self._kept
-        if kept is None:
-            raise ValueError("backward needs a forward with training=True (and without a cache) before it")
+        if not isinstance(kept, _Kept):
+            raise ValueError(kept or _NOTHING_KEPT)
+        if kept.transform_qk is not None and not callable(getattr(kept.transform_qk, "backward", None)):
+            raise ValueError("backward needs transform_qk of the forward before it to have an attribute "
+                             "backward(grad_q, grad_k, positions) -> (grad_q, grad_k), got one without")
         B, L, _ = kept.X.shape
         g = validate.real_array("grad_output", grad_output, self.dtype, 3, "(B, L, d_out)")
         if g.shape != (B, L, self._d_out):
@@ -300,14 +397,17 @@ class AttentionModule:
         workers = threads.resolve(num_threads)
         grads, blas = self._gradient_buffers(), self.algorithm == "blas"
         name, _ = choose(kept.problem, "auto" if self.algorithm == "decode" else self.algorithm, backward=True)
-        # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
-        algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas)
         # grad_concat (B, L, H·Dv) <- grad_output @ W_O.T
         grad_concat = np.empty(kept.concat.shape, self.dtype)
         algorithms.product(_rows(g), self._W_out, _rows(grad_concat), workers, trans_b=True, blas=blas)
         grad_projected = tuple(np.empty(p.shape, self.dtype) for p in kept.projected)
+        grad_q, grad_k, grad_v = self._heads(grad_projected)
         algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse, _split(grad_concat, self._H),
-                            *self._heads(grad_projected), workers, pack=self._pack())
+                            grad_q, grad_k, grad_v, workers, pack=self._pack())
+        if kept.transform_qk is not None and kept.positions is not None:
+            _transform(kept.transform_qk, grad_q, grad_k, kept.positions, backward=True)
+        # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
+        algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas)
         grad_X = np.empty(kept.X.shape, self.dtype)
         if kept.context is None:
             self._input_gradients(kept.X, grad_projected[0], slice(None), grad_X, workers)
@@ -330,6 +430,31 @@ class AttentionModule:
         algorithms.product(_rows(grad), self._W_in[:, columns], _rows(grad_x), workers, trans_b=True, blas=blas)
         if self.use_bias:
             _sum_rows(grad, self._grads["b_in"][columns])
+
+
+def _positions(start: Any, B: int, L: int) -> np.ndarray:
+    """(B, L) int64: start (an int or (B,)) + 0 to L - 1."""
+    positions = np.empty((B, L), np.int64)
+    np.add(np.reshape(start, (-1, 1)), np.arange(L), out=positions)
+    return positions
+
+
+def _transform(transform_qk: Any, q: np.ndarray, k: np.ndarray, positions: np.ndarray, backward: bool = False) -> None:
+    """q, k <- what transform_qk makes of them, or of their gradients its backward; checked before either is written."""
+    name, of = ("transform_qk.backward", "grad_") if backward else ("transform_qk", "")
+    given = (q, k)
+    made = (transform_qk.backward if backward else transform_qk)(q, k, positions)
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        raise TypeError(f"{name} must return a pair ({of}q, {of}k), got {type(made).__name__}")
+    for letter, x, own in zip("qk", made, given):
+        if not isinstance(x, np.ndarray) or x.dtype != own.dtype or x.shape != own.shape:
+            came = f"dtype {x.dtype} and shape {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
+            raise TypeError(f"{name} must return {of}{letter} as an array of dtype {own.dtype} and shape {own.shape}, got {came}")
+    if made[1] is not k and np.may_share_memory(made[1], q):
+        made = made[0], made[1].copy()
+    for x, own in zip(made, given):
+        if x is not own:
+            own[...] = x
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

@@ -1,11 +1,13 @@
 """MultiHeadAttention: H query heads, Hkv key/value heads, of width D = d_model / H."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from fastmha import validate
+from fastmha.cache import KVCache
 from fastmha.module import AttentionModule
 from fastmha.plan import ALGORITHMS
 
@@ -63,6 +65,13 @@ class MultiHeadAttention(AttentionModule):
     >>> grad_X = m.backward(2 * Y)          # of the loss (Y ** 2).sum()
     >>> grad_X.shape, m.grad_W_Q.shape
     ((2, 10, 64), (64, 64))
+
+    The same output one token after the other, with the keys and values of past tokens kept in a cache:
+
+    >>> cache = fastmha.KVCache(2, m.num_kv_heads, m.head_dim)
+    >>> steps = [m.forward(X[:, i:i + 1], cache=cache, is_causal=True, training=False) for i in range(10)]
+    >>> bool(np.allclose(np.concatenate(steps, axis=1), Y, atol=1e-5))
+    True
     """
 
     def __init__(self, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, use_bias: bool = False,
@@ -81,10 +90,11 @@ class MultiHeadAttention(AttentionModule):
                          validate.flag("use_bias", use_bias), dtype, layout, algorithm, rng)
 
     def forward(
-        self, X: np.ndarray, mask: np.ndarray | None = None, *, context: np.ndarray | None = None, is_causal: bool = False,
-        offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
-        window: tuple[int | None, int | None] | None = None, softcap: float | None = None, need_weights: bool = False,
-        training: bool = True, num_threads: int | None = None,
+        self, X: np.ndarray, mask: np.ndarray | None = None, *, context: np.ndarray | KVCache | None = None,
+        is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
+        window: tuple[int | None, int | None] | None = None, softcap: float | None = None, cache: KVCache | None = None,
+        need_weights: bool = False, training: bool = True, num_threads: int | None = None,
+        transform_qk: Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> Any:
         """Attend.
 
@@ -94,16 +104,27 @@ class MultiHeadAttention(AttentionModule):
             Cast to the module's dtype. Kept by reference for backward: do not write into it in between.
         mask : array, optional
             (L, Lk), or 4 axes that broadcast to (B, H, L, Lk): bool, True = may not attend, or of the module's dtype, added.
-        context : (B, Lk, d_model) array, optional
-            Keys and values come from it instead of X (cross-attention).
+            With a cache Lk counts all keys, cached and new; see the notes for a ring.
+        context : (B, Lk, d_model) array or KVCache, optional
+            Keys and values come from it instead of X (cross-attention); from a cache as they are, see `project_context`.
         is_causal, offset, key_padding_lengths, window, softcap
-            As in `fastmha.attention`.
+            As in `fastmha.attention`. With a cache, offset is the cached length of each row and cannot be given, and
+            key_padding_lengths counts the valid new tokens of each row: only these are appended, and those behind attend
+            nothing (their output is b_O, or 0).
+        cache : KVCache, optional
+            The new keys and values are appended to it, and the queries attend to all that it holds then. If anything is wrong
+            it is as it was. Such a call keeps nothing for backward. A ring needs a window whose left side is at most its own.
         need_weights : bool
             Also return the attention weights, per head.
         training : bool
-            Keep what backward needs. With False nothing is kept or changed, and threads may share the module.
+            Keep what backward needs. With False nothing of the module is changed, and threads may share it.
         num_threads : int, optional
             Threads for this call.
+        transform_qk : callable, optional
+            Called as ``transform_qk(q, k, positions)`` after the projection, before keys are cached: q (B, H, L, D) and k
+            (B, Hkv, L, D) are views that it may change, positions (B, L) int64 is the cached length of each row, without a
+            cache `offset` or 0, plus 0 to L - 1. Returns q and k, of the same shapes and dtype. For `backward` it needs an
+            attribute ``backward(grad_q, grad_k, positions) -> (grad_q, grad_k)``. Not together with context.
 
         Returns
         -------
@@ -114,11 +135,95 @@ class MultiHeadAttention(AttentionModule):
         ------
         ValueError, TypeError
             Naming the argument, what was expected and what came; nothing has been computed or changed then.
+
+        Notes
+        -----
+        A ring that has wrapped has columns (of mask and weights) for the keys that it holds after the call, oldest first, in
+        each row as many. X may be longer than its `max_chunk`: then they are the `window` newest keys cached, and the new.
+
+        Examples
+        --------
+        Rotary positions, by complex factors exp(i · position · frequency):
+
+        >>> import numpy as np, fastmha
+        >>> frequencies = 100.0 ** -np.linspace(0, 1, 8)
+        >>> def rotate(q, k, positions):
+        ...     turn = np.exp(1j * positions[:, None, :, None] * frequencies).astype(np.complex64)
+        ...     for x in (q, k):
+        ...         turned = (x[..., :8] + 1j * x[..., 8:]) * turn
+        ...         x[..., :8], x[..., 8:] = turned.real, turned.imag
+        ...     return q, k
+        >>> m = fastmha.MultiHeadAttention(64, 4, rng=0)
+        >>> m.forward(np.ones((1, 5, 64)), is_causal=True, transform_qk=rotate).shape
+        (1, 5, 64)
         """
         return self._forward(X, context, mask, is_causal, offset, key_padding_lengths, window, softcap, need_weights, training,
-                             num_threads)
+                             num_threads, cache, transform_qk)
+
+    def project_context(self, C: np.ndarray, *, num_threads: int | None = None) -> KVCache:
+        """Project the keys and values of a context once, for many calls of ``forward(X, context=...)``.
+
+        Parameters
+        ----------
+        C : (B, Lc, d_model) array of real numbers
+            Such as the output of an encoder.
+        num_threads : int, optional
+            Threads for this call.
+
+        Returns
+        -------
+        KVCache
+            Of length and capacity Lc, in the module's dtype. As a context it does not change; `backward` is an error after it.
+        """
+        return self._project_context(C, num_threads)
 
     def __repr__(self) -> str:
         groups = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
         return (f"MultiHeadAttention(d_model={self.d_model}, num_heads={self.num_heads}{groups}, use_bias={self.use_bias}, "
                 f'dtype={self.dtype}, layout="{self.layout}", algorithm="{self.algorithm}"{", frozen" * self._frozen})')
+
+
+def mean_pool_kv_heads(module: MultiHeadAttention, num_kv_heads: int) -> MultiHeadAttention:
+    """A module with fewer key/value heads, each the mean of the heads of a group [1]_.
+
+    Parameters
+    ----------
+    module : MultiHeadAttention
+        Not changed.
+    num_kv_heads : int
+        A divisor of module.num_kv_heads: ``module.num_kv_heads // num_kv_heads`` heads that follow each other are pooled.
+
+    Returns
+    -------
+    MultiHeadAttention
+        With the means of W_K and W_V (b_K and b_V) over each group and copies of the other parameters; not frozen.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If module is none, or num_kv_heads does not divide its number.
+
+    References
+    ----------
+    .. [1] Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints", 2023.
+
+    Examples
+    --------
+    >>> import fastmha
+    >>> fastmha.mean_pool_kv_heads(fastmha.MultiHeadAttention(64, 8, rng=0), 2).W_K.shape
+    (64, 16)
+    """
+    if not isinstance(module, MultiHeadAttention):
+        raise TypeError(f"module must be a MultiHeadAttention, got {type(module).__name__}")
+    groups = validate.integer("num_kv_heads", num_kv_heads, 1)
+    if module.num_kv_heads % groups:
+        raise ValueError(f"num_kv_heads must divide the module's {module.num_kv_heads}, got {groups}")
+    pooled = MultiHeadAttention(module.d_model, module.num_heads, num_kv_heads=groups, use_bias=module.use_bias,
+                                dtype=module.dtype, layout=module.layout, algorithm=module.algorithm, rng=0)
+    state = module.state_dict()
+    for name in state:
+        if name[2] in "KV":
+            by_head = state[name].reshape(*state[name].shape[:-1], groups, -1, module.head_dim)
+            state[name] = by_head.mean(axis=-2, dtype=np.float64).reshape(*state[name].shape[:-1], -1)
+    pooled.load_state_dict(state)
+    return pooled

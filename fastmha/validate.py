@@ -151,7 +151,7 @@ def attention_problem(
             additive_mask = mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.strides)].copy()
             copied += additive_mask.nbytes
             additive_mask = np.broadcast_to(additive_mask, mask.shape)
-    left, right = _band(is_causal, window)
+    left, right = band(is_causal, window)
     offsets = None
     if right is None and window is None:
         if offset is not None:
@@ -215,7 +215,7 @@ def _mask(mask: Any, dtype: np.dtype, shape: tuple[int, int, int, int]) -> np.nd
     return mask
 
 
-def _band(is_causal: Any, window: Any) -> tuple[int | None, int | None]:
+def band(is_causal: Any, window: Any) -> tuple[int | None, int | None]:
     """(left, right) of the keys around the diagonal that a query may attend; None = unbounded."""
     left = right = None
     if window is not None:
@@ -239,6 +239,10 @@ def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
                 f"0 lets query 0 see key 0, Lk - Lq = {Lk - Lq} lets the last query see the last key"
             )
         return np.zeros(B, np.int64)
+    if type(offset) is int and -_OFFSET_MAX <= offset <= _OFFSET_MAX:
+        same = np.empty(B, np.int64)
+        same.fill(offset)
+        return same
     values = as_array("offset", offset)
     if values.dtype.kind not in "iu":
         raise TypeError(f"offset must be an int or a (B,) array of ints, got {offset!r}")

@@ -187,9 +187,20 @@ FUNCTIONS = {
     "show_config": "",
     "MultiHeadAttention": "d_model num_heads * num_kv_heads use_bias dtype layout algorithm rng",
     "MultiHeadAttention.forward": (
-        "self X mask * context is_causal offset key_padding_lengths window softcap need_weights training num_threads"
+        "self X mask * context is_causal offset key_padding_lengths window softcap cache need_weights training num_threads "
+        "transform_qk"
     ),
     "MultiHeadAttention.backward": "self grad_output",
+    "MultiHeadAttention.project_context": "self C * num_threads",
+    "mean_pool_kv_heads": "module num_kv_heads",
+    "KVCache": "batch_size num_kv_heads head_dim * v_head_dim capacity dtype window max_chunk",
+    "KVCache.append": "self k v lengths",
+    "KVCache.truncate": "self length",
+    "KVCache.reorder": "self indices",
+    "KVCache.reset": "self",
+    "KVCache.attend": (
+        "self q * lengths_new mask is_causal window scale softcap algorithm return_lse need_weights num_threads"
+    ),
     "SelfAttention": "d_model d_k d_v d_out * use_bias dtype rng",
     "SelfAttention.forward": "self X mask * is_causal key_padding_lengths need_weights training",
     "SelfAttention.backward": "self grad_output",
@@ -236,8 +247,10 @@ DEFAULTS = {
     },
     "MultiHeadAttention.forward": {
         "mask": None, "context": None, "is_causal": False, "offset": None, "key_padding_lengths": None, "window": None,
-        "softcap": None, "need_weights": False, "training": True, "num_threads": None,
+        "softcap": None, "cache": None, "need_weights": False, "training": True, "num_threads": None, "transform_qk": None,
     },
+    "KVCache": {"v_head_dim": None, "capacity": None, "dtype": np.float32, "window": None, "max_chunk": None},
+    "KVCache.append": {"lengths": None},
     "SelfAttention": {"d_out": None, "use_bias": True, "dtype": np.float32, "rng": None},
     "create_causal_mask": {"seq_len_k": None, "offset": 0, "dtype": bool},
     "create_attention_mask": {"seq_len_k": None, "is_causal": True, "key_padding_lengths": None},
@@ -289,7 +302,7 @@ def test_every_module_says_what_it_is_and_its_examples_run(name):
 
 def test_there_are_examples_to_run():
     finder = doctest.DocTestFinder()
-    for name in ("functional", "multihead", "selfattention", "masks"):
+    for name in ("functional", "multihead", "selfattention", "masks", "cache"):
         tests = finder.find(importlib.import_module(f"fastmha.{name}"))
         assert sum(len(test.examples) for test in tests) > 0, name
 
@@ -318,7 +331,7 @@ def test_public_functions_have_numpydoc_docstrings(path):
         assert "Returns" in sections(doc)
 
 
-@pytest.mark.parametrize("owner", ["MultiHeadAttention", "SelfAttention", "Plan"])
+@pytest.mark.parametrize("owner", ["MultiHeadAttention", "SelfAttention", "KVCache", "Plan"])
 def test_public_methods_have_docstrings(owner):
     for name, member in inspect.getmembers(getattr(fastmha, owner)):
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
