@@ -147,12 +147,14 @@ def _stand_in(shape: tuple[int, int, int, int], dtype: np.dtype) -> np.ndarray:
     return np.ndarray(shape, dtype, np.empty(shape[3], dtype), 0, (0, 0, 0, dtype.itemsize))
 
 
-def as_computed(k: np.ndarray, v: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Stored keys and values as the kernels take them with queries of `dtype`."""
+def as_taken(k: np.ndarray, v: np.ndarray, dtype: np.dtype, algorithm: str) -> tuple[np.ndarray, np.ndarray]:
+    """Stored keys and values as an algorithm takes them with queries of `dtype`: "tiled" and "decode" convert as they load."""
     if k.dtype == dtype:
         return k, v
-    with np.errstate(all="ignore"):
-        return k.astype(dtype), v.astype(dtype)
+    if algorithm == "blas":
+        with np.errstate(all="ignore"):
+            return k.astype(dtype), v.astype(dtype)
+    return (k.view(np.uint16), v.view(np.uint16)) if k.dtype.name == "bfloat16" else (k, v)
 
 
 def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse: np.ndarray | None,
@@ -161,7 +163,7 @@ def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse
     Lq = out.shape[2]
     sides = []
     for i, (problem, span, name) in enumerate(parts):
-        problem = problem.with_heads(problem.q, *as_computed(cache._k[:, :, span], cache._v[:, :, span], problem.dtype))
+        problem = problem.with_heads(problem.q, *as_taken(cache._k[:, :, span], cache._v[:, :, span], problem.dtype, name))
         side = out if i == 0 else np.empty(out.shape, out.dtype)
         side_lse = lse if i == 0 and lse is not None else np.empty(out.shape[:3], out.dtype) if len(parts) > 1 else None
         algorithms.forward(name, problem, side, side_lse, weights, workers)

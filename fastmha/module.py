@@ -23,7 +23,7 @@ import numpy as np
 from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
 from fastmha.cache import KVCache
-from fastmha.cached import Step, as_computed
+from fastmha.cached import Step, as_taken
 from fastmha.plan import choose
 
 _AXES = "(B, L, d_model)"
@@ -313,7 +313,7 @@ class AttentionModule:
         lengths, length = stored.lengths, stored.length
         if key_padding_lengths is not None:
             lengths = np.minimum(lengths, validate.batch_lengths("key_padding_lengths", key_padding_lengths, B, length, "Lk"))
-        return *as_computed(stored.k, stored.v, self.dtype), lengths if (lengths < length).any() else None
+        return *as_taken(stored.k, stored.v, self.dtype, "blas"), lengths if (lengths < length).any() else None
 
     def _project_context(self, C: Any, num_threads: Any) -> KVCache:
         C = self._input("C", C)

@@ -37,6 +37,55 @@ static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t col
     }
 }
 
+#define FEW_ROWS 16         /* of a: b is then read once, where it lies, as so many streams of rows */
+#define FEW_DEPTH 8
+
+/* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
+ * is read from end to end, and fetched ahead into the next rows. */
+static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int rows, const int depth, int add, int fetch, ptrdiff_t columns,
+    const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    for (ptrdiff_t n = 0; n < columns; n += LANES) {
+        VEC sum[8];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) sum[r] = add ? v_load_n(c + r * ldc + n, columns - n, 0) : v_splat(0);
+#pragma GCC unroll 8
+        for (int k = 0; k < depth; k++) {
+            VEC row = v_load_n(b + k * ldb + n, columns - n, 0);
+            if (fetch) v_prefetch(b + (k + depth) * ldb + n);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * a[r * a_row + k * a_step];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) v_store_n(c + r * ldc + n, sum[r], columns - n);
+    }
+}
+
+static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
+                                   ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    for (ptrdiff_t k = 0, depth; k < K; k += depth) {
+        depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
+        for (ptrdiff_t m = 0, rows; m < M; m += rows) {
+            const REAL *from = a + m * a_row + k * a_step, *with = b + k * ldb;
+            REAL *to = c + m * ldc;
+            rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+#define FEW(many, deep) \
+    FMHA_NAME(few_rows)(many, deep, k > 0, m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
+            switch (depth > 1 ? rows : -rows) {
+            case 8: FEW(8, FEW_DEPTH); break;
+            case 4: FEW(4, FEW_DEPTH); break;
+            case 2: FEW(2, FEW_DEPTH); break;
+            case 1: FEW(1, FEW_DEPTH); break;
+            case -4: FEW(4, 1); break;
+            case -2: FEW(2, 1); break;
+            default: FEW(1, 1);
+            }
+#undef FEW
+        }
+    }
+}
+
 /* c := op(a) @ op(b) (+ bias); a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b. bias (N) or NULL. */
 static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a_, ptrdiff_t lda,
                             const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const void *bias_, void *scratch)
@@ -46,6 +95,11 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
     if (K == 0)
         for (ptrdiff_t m = 0; m < M; m++)
             for (ptrdiff_t n = 0; n < N; n++) c0[m * ldc + n] = bias ? bias[n] : 0;
+    if (M <= FEW_ROWS && !trans_b && K) {
+        FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc);
+        if (bias) FMHA_NAME(add_bias)(M, N, c0, ldc, bias);
+        return;
+    }
     for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
         ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH;
         for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {
