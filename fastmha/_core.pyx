@@ -71,7 +71,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *,
-                     ptrdiff_t, const void *, void *) noexcept nogil
+                     ptrdiff_t, const void *, const void *, void *) noexcept nogil
+        void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
         ptrdiff_t (*gemm_scratch)() noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
@@ -718,6 +719,7 @@ ctypedef struct Product:
     ptrdiff_t m, n, k, itemsize, slice_rows, slice_cols, col_slices
     fmha_array a, b, c
     char *bias
+    char *packed                # b as gemm_pack leaves it, or NULL
     double alpha, beta
     char *scratch               # NULL: products by BLAS
     ptrdiff_t scratch_size
@@ -734,7 +736,8 @@ cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     if s.scratch != NULL:
         s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
                        s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, c, ldc,
-                       s.bias + j0 * size if s.bias != NULL else NULL, s.scratch + worker * s.scratch_size)
+                       s.bias + j0 * size if s.bias != NULL else NULL,
+                       s.packed + j0 * s.k * size if s.packed != NULL else NULL, s.scratch + worker * s.scratch_size)
         return
     gemm(s.is_double, s.trans_a, s.trans_b, rows, cols, s.k, s.alpha,
          s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
@@ -773,12 +776,23 @@ def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias,
         run(product_item, &s, items, threads)
 
 
-def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads):
-    """c := op(a) @ op(b) (+ bias) by the kernels' own product; else as `matmul`."""
+def pack_weights(b, packed):
+    """packed <- b (K, N) with unit last stride as `matmul_tiled` takes it: K times N rounded up to whole vectors elements."""
+    cdef fmha_array x
+    cdef ptrdiff_t shape[4]
+    cdef const fmha_kernels *kernels = kernel_tables[b.dtype.itemsize == 8]
+    read_array(b, &x, shape, b.dtype.itemsize, False)
+    kernels.gemm_pack(shape[2], shape[3], x.data, leading(&x, shape[3]), pointer(packed, True))
+
+
+def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None):
+    """c := op(a) @ op(b) (+ bias) by the kernels' own product; `packed`: b from `pack_weights`, slices then of a multiple of
+    64 columns. Else as `matmul`."""
     cdef Product s
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
     cdef Scratch scratch
     threads = max(1, min(threads, items))
+    s.packed = pointer(packed, False) if packed is not None else NULL
     scratch = Scratch(s.kernels.gemm_scratch() * s.itemsize, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:

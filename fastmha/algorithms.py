@@ -79,12 +79,20 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
-            bias: np.ndarray | None = None, blas: bool = False) -> None:
+            bias: np.ndarray | None = None, blas: bool = False, packed: np.ndarray | None = None) -> None:
     """out := op(a) @ op(b) (+ bias): matrices with unit last stride, in slices on the pool; by BLAS, or by the kernels' own
-    product where `product_by_blas` says that is no slower."""
+    product where `product_by_blas` says that is no slower; `packed`: b from `packed_weights`."""
     m, n = out.shape
     slices = (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
     if blas or product_by_blas(m):
         _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:
-        _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, slices, threads)
+        _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, slices, threads, packed)
+
+
+def packed_weights(b: np.ndarray) -> np.ndarray:
+    """A copy of b (K, N) in the order in which the kernels' own product reads it."""
+    lanes = _core.selected_isa()[1] // b.itemsize
+    packed = np.empty(b.shape[0] * (-(-b.shape[1] // lanes) * lanes), b.dtype)
+    _core.pack_weights(b, packed)
+    return packed

@@ -24,7 +24,7 @@ from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
 from fastmha.cache import KVCache
 from fastmha.cached import Step, as_taken
-from fastmha.plan import choose
+from fastmha.plan import choose, product_by_blas
 
 _AXES = "(B, L, d_model)"
 
@@ -98,6 +98,7 @@ class AttentionModule:
         self._grads: dict[str, np.ndarray] = {}
         self._kept: _Kept | str | None = None       # a str says why nothing is kept
         self._frozen = False
+        self._packed: tuple[np.ndarray, np.ndarray] | None = None       # W_in and W_out as the kernels' own product reads them
         self.grad_context: np.ndarray | None = None
         generator = np.random.default_rng(rng)
         for name in ("W_Q", "W_K", "W_V", "W_O"):
@@ -176,19 +177,25 @@ class AttentionModule:
         return (a for a in (self._W_in, self._W_out, self._b_in, self._b_out) if a is not None)
 
     def freeze(self) -> None:
-        """Make the parameters read-only, for inference: backward and assignment are errors until `unfreeze`."""
+        """Make the parameters read-only, for inference: backward and assignment are errors until `unfreeze`.
+
+        A copy of the weights is kept in the order in which products read them (twice the memory), where BLAS does not do them.
+        """
         self._frozen, self._kept = True, None
+        if self.algorithm != "blas" and not product_by_blas(2):
+            self._packed = algorithms.packed_weights(self._W_in), algorithms.packed_weights(self._W_out)
         for array in self._arrays():
             array.flags.writeable = False
 
     def unfreeze(self) -> None:
         """Make the parameters writable again."""
-        self._frozen = False
+        self._frozen, self._packed = False, None
         for array in self._arrays():
             array.flags.writeable = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}     # what a forward kept belongs to this object alone
+        # what a forward kept belongs to this object alone, the order of packed weights to this machine
+        return {**self.__dict__, "_kept": None, "_packed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -286,12 +293,15 @@ class AttentionModule:
     def _project(self, x: np.ndarray, columns: slice, out: np.ndarray, workers: int) -> None:
         """out (B, L, columns) <- x (B, L, d_model) @ W[:, columns] + b[columns] of the fused input projection."""
         bias = None if self._b_in is None else self._b_in[columns]
-        algorithms.product(_rows(x), self._W_in[:, columns], _rows(out), workers, bias=bias, blas=self.algorithm == "blas")
+        packed = self._packed[0] if self._packed is not None and out.shape[2] == self._W_in.shape[1] else None
+        algorithms.product(_rows(x), self._W_in[:, columns], _rows(out), workers, bias=bias, blas=self.algorithm == "blas",
+                           packed=packed)
 
     def _project_out(self, concat: np.ndarray, workers: int) -> np.ndarray:
         """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O."""
         out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
-        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=self.algorithm == "blas")
+        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=self.algorithm == "blas",
+                           packed=None if self._packed is None else self._packed[1])
         return out
 
     def _check_cache(self, name: str, cache: Any, B: int) -> None:

@@ -30,6 +30,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .decode_merge = FMHA_NAME(decode_merge),
     .decode_scratch = FMHA_NAME(decode_scratch),
     .gemm = FMHA_NAME(gemm),
+    .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),

@@ -109,9 +109,11 @@ typedef struct {
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
 
-    /* c (M, N) := op(a) @ op(b) (+ bias), row-major; scratch of gemm_scratch() elements. */
+    /* c (M, N) := op(a) @ op(b) (+ bias), row-major; scratch of gemm_scratch() elements. packed: b (K, N) as gemm_pack has left
+     * it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns starts at a multiple of 64. */
     void (*gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a, ptrdiff_t lda, const void *b,
-                 ptrdiff_t ldb, void *c, ptrdiff_t ldc, const void *bias, void *scratch);
+                 ptrdiff_t ldb, void *c, ptrdiff_t ldc, const void *bias, const void *packed, void *scratch);
+    void (*gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed);
     ptrdiff_t (*gemm_scratch)(void);
 
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */

@@ -86,9 +86,18 @@ static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const 
     }
 }
 
-/* c := op(a) @ op(b) (+ bias); a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b. bias (N) or NULL. */
+/* packed (K · N rounded up to whole vectors) <- b (K, N) as gemm wants its panels: one after the other, each K rows. */
+static void FMHA_NAME(gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed)
+{
+    for (ptrdiff_t n = 0; n < N; n += PANEL)
+        FMHA_NAME(pack_panel)(0, K, N - n < PANEL ? N - n : PANEL, (const REAL *)b + n, ldb, (REAL *)packed + n * K);
+}
+
+/* c := op(a) @ op(b) (+ bias); a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b. bias (N) or NULL;
+ * packed: b as gemm_pack has left it, or NULL. */
 static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a_, ptrdiff_t lda,
-                            const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const void *bias_, void *scratch)
+                            const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const void *bias_, const void *packed,
+                            void *scratch)
 {
     const REAL *a0 = a_, *b0 = b_, *bias = bias_;
     REAL *c0 = c_, *panel = scratch, *columns_of_a = panel + GEMM_DEPTH * PANEL, *edge = columns_of_a + GEMM_DEPTH * GEMM_ROWS;
@@ -114,12 +123,14 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
             for (ptrdiff_t n0 = 0; n0 < N; n0 += PANEL) {
                 ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
                 const REAL *b = b0 + (trans_b ? n0 * ldb + k0 : k0 * ldb + n0);
-                FMHA_NAME(pack_panel)(trans_b, depth, columns, b, ldb, panel);
+                const REAL *rows_of_b = panel;
+                if (packed) rows_of_b = (const REAL *)packed + n0 * K + k0 * whole;
+                else FMHA_NAME(pack_panel)(trans_b, depth, columns, b, ldb, panel);
                 /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                 REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                 ptrdiff_t ld_to = whole == columns ? ldc : ld;
-                if (k0 == 0 || to == edge) PRODUCT(0, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
-                else PRODUCT(1, rows, whole, depth, a, a_row, a_step, panel, ld, to, ld_to, a);
+                if (k0 == 0 || to == edge) PRODUCT(0, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
+                else PRODUCT(1, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
                 if (to == edge)
                     for (ptrdiff_t m = 0; m < rows; m++)
                         for (ptrdiff_t n = 0; n < columns; n++) {
