@@ -27,13 +27,16 @@ def _size(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def _item_bytes(dtype: DTypeLike) -> int:
+def _item_bytes(dtype: DTypeLike, half: bool = False) -> int:
+    """Of float32 or float64; with `half` also of float16 and bfloat16, which NumPy need not know."""
     try:
         kind = np.dtype(object if dtype is None else dtype)  # np.dtype(None) would be float64
     except (TypeError, ValueError):
         kind = np.dtype(object)
+    if half and (kind == np.float16 or "bfloat16" in (kind.name, dtype)):
+        return 2
     if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(f"dtype must be float32 or float64, got {dtype!r}")
+        raise TypeError(f"dtype must be float32{', float64, float16 or bfloat16' if half else ' or float64'}, got {dtype!r}")
     return int(kind.itemsize)
 
 
@@ -277,7 +280,7 @@ def kv_cache_bytes(
     n_kv_heads, head_dim, n_layers : int
         At least 1. Keys and values have the same width.
     dtype : dtype, default "float32"
-        float32 or float64.
+        float32, float64, float16 or bfloat16.
 
     Returns
     -------
@@ -286,13 +289,13 @@ def kv_cache_bytes(
     Raises
     ------
     TypeError
-        A size is not an integer, or `dtype` is neither of the two.
+        A size is not an integer, or `dtype` is none of the four.
     ValueError
         A size is too small.
     """
     tokens = _size("batch_size", batch_size) * _size("seq_len", seq_len)
     per_token = _size("n_kv_heads", n_kv_heads, 1) * _size("head_dim", head_dim, 1) * _size("n_layers", n_layers, 1)
-    return 2 * tokens * per_token * _item_bytes(dtype)
+    return 2 * tokens * per_token * _item_bytes(dtype, half=True)
 
 
 def crossover_length(d_model: int) -> int:

@@ -28,13 +28,15 @@ class KVCache:
     v_head_dim : int, optional
         Width Dv of the values, default head_dim.
     capacity : int, optional
-        Tokens a row can hold: more is an error. Without it the buffers grow by doubling.
+        Tokens a row can hold: more is an error. Without it the buffers are allocated with the first tokens, for 64 or as
+        many as needed, and grow by doubling.
     dtype : float32, float64, float16 or bfloat16
         Of the storage; what is appended is cast to it (beyond its range: inf). bfloat16, also by name, needs the package
         ml_dtypes: ``pip install "fastmha[bfloat16]"``.
     window : int, optional
         Makes a ring: how many keys before its own position a query may attend. ``window + max_chunk`` tokens are held, the
-        oldest are overwritten. Not together with capacity.
+        oldest are overwritten. Attention over it needs a window too, whose left side is at most this. Not together with
+        capacity.
     max_chunk : int, optional
         Largest number of tokens in one `append` to a ring, default 1.
 
@@ -156,7 +158,7 @@ class KVCache:
         ------
         ValueError, TypeError
             For wrong shapes or dtypes, more tokens than `capacity` holds, or more than `max_chunk` of a ring; the cache is as
-            it was then, also where memory for a larger one is missing.
+            it was then. So it is after the MemoryError of a cache that cannot grow.
         """
         k, v = self._new("k", k, self.head_dim), self._new("v", v, self.v_head_dim)
         n = k.shape[2]
@@ -259,7 +261,7 @@ class KVCache:
         self._filled, self._tops = 0, None
 
     def truncate(self, length: int | np.ndarray) -> None:
-        """Forget the tokens from position `length` on.
+        """Forget the tokens from position `length` on, such as a draft that is refused.
 
         Parameters
         ----------
@@ -403,7 +405,8 @@ class KVCache:
         Returns
         -------
         out : (B, H, Lq, Dv) array
-            Over a linear cache of q's dtype it has the bits that `fastmha.attention` gives over `k` and `v`.
+            Over a linear cache of q's dtype it has the bits that `fastmha.attention` gives over `k` and `v`, with the
+            position of the first query as offset.
         lse : (B, H, Lq) array, with ``return_lse=True``
         weights : (B, H, Lq, Lk) array, with ``need_weights=True``
             Lk is `length`, or of a ring that has wrapped the largest of `held`, columns oldest first.
@@ -411,7 +414,8 @@ class KVCache:
         Raises
         ------
         ValueError, TypeError
-            As `fastmha.attention`; also where queries would need positions before 0 or keys that a ring has overwritten.
+            As `fastmha.attention`; also where causality or a window would need queries at positions before 0, or keys that a
+            ring has overwritten.
 
         Notes
         -----
@@ -498,9 +502,11 @@ def _storage_type(dtype: Any) -> np.dtype:
         except ImportError:
             raise ImportError('dtype "bfloat16" needs the package ml_dtypes: pip install "fastmha[bfloat16]"') from None
     try:
-        found = np.dtype(dtype)
+        found = np.dtype(object if dtype is None else dtype)    # np.dtype(None) would be float64
     except TypeError:
-        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {dtype!r}") from None
+        found = np.dtype(object)
+    if found.kind == "O":
+        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {dtype!r}")
     if found not in (*validate.FLOAT_TYPES, np.dtype(np.float16)) and found.name != "bfloat16":
         raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {found}")
     return found

@@ -486,6 +486,8 @@ def _split(x: np.ndarray, num_heads: int) -> np.ndarray:
 
 def _float_type(dtype: Any) -> np.dtype:
     try:
+        if dtype is None:       # NumPy would take it for float64
+            raise TypeError
         found = np.dtype(dtype)
     except TypeError:
         raise TypeError(f"dtype must be float32 or float64, got {dtype!r}") from None

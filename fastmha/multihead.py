@@ -104,20 +104,22 @@ class MultiHeadAttention(AttentionModule):
             Cast to the module's dtype. Kept by reference for backward: do not write into it in between.
         mask : array, optional
             (L, Lk), or 4 axes that broadcast to (B, H, L, Lk): bool, True = may not attend, or of the module's dtype, added.
-            With a cache Lk counts all keys, cached and new; see the notes for a ring.
+            With a cache Lk counts all keys, cached and new (the longest row's); see the notes for a ring.
         context : (B, Lk, d_model) array or KVCache, optional
-            Keys and values come from it instead of X (cross-attention); from a cache as they are, see `project_context`.
+            Keys and values come from it instead of X (cross-attention). Those of a cache are taken as they are, each row's up
+            to its length, and it does not change: see `project_context`.
         is_causal, offset, key_padding_lengths, window, softcap
             As in `fastmha.attention`. With a cache, offset is the cached length of each row and cannot be given, and
             key_padding_lengths counts the valid new tokens of each row: only these are appended, and those behind attend
             nothing (their output is b_O, or 0).
         cache : KVCache, optional
             The new keys and values are appended to it, and the queries attend to all that it holds then. If anything is wrong
-            it is as it was. Such a call keeps nothing for backward. A ring needs a window whose left side is at most its own.
+            it is as it was. Such a call keeps nothing for backward. A ring needs a window whose left side is at most its own,
+            in every call.
         need_weights : bool
             Also return the attention weights, per head.
         training : bool
-            Keep what backward needs. With False nothing of the module is changed, and threads may share it.
+            Keep what backward needs. With False nothing of the module is changed, and threads may share it (not a cache).
         num_threads : int, optional
             Threads for this call.
         transform_qk : callable, optional
@@ -138,8 +140,9 @@ class MultiHeadAttention(AttentionModule):
 
         Notes
         -----
-        A ring that has wrapped has columns (of mask and weights) for the keys that it holds after the call, oldest first, in
-        each row as many. X may be longer than its `max_chunk`: then they are the `window` newest keys cached, and the new.
+        Over a ring that has wrapped, mask and weights have columns for the keys that it holds after the call, oldest first. X
+        may be longer than its `max_chunk`: then they have columns for the up to `window` newest cached keys and for the new
+        ones. A mask needs as many keys in each row.
 
         Examples
         --------

@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from fastmha import analysis
+from fastmha import KVCache, analysis
 
 count_flops = analysis.count_flops
 count_memory_bytes = analysis.count_memory_bytes
@@ -175,6 +176,18 @@ def test_cache_bytes_equal_a_hand_count():
     assert analysis.kv_cache_bytes(1, 1, 1, 1) == 8
     assert analysis.kv_cache_bytes(2, 3, 4, 5, dtype="float64") == 2 * 2 * 3 * 4 * 5 * 8
     assert analysis.kv_cache_bytes(1, 4096, 8, 128, 32) == 1073741824
+    for half in ("float16", "f2", np.float16, "bfloat16"):
+        assert analysis.kv_cache_bytes(2, 3, 4, 5, dtype=half) == 2 * 2 * 3 * 4 * 5 * 2
+
+
+def test_cache_bytes_are_those_that_a_cache_takes():
+    for dtype in ("float64", "float32", "float16"):
+        assert analysis.kv_cache_bytes(2, 30, 4, 8, dtype=dtype) == KVCache(2, 4, 8, capacity=30, dtype=dtype).nbytes
+
+
+def test_cache_bytes_in_bfloat16_by_its_type():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    assert analysis.kv_cache_bytes(2, 3, 4, 5, dtype=ml_dtypes.bfloat16) == 2 * 2 * 3 * 4 * 5 * 2
 
 
 def test_pair_products_reach_the_projections_at_the_crossover_length():
@@ -234,7 +247,11 @@ def test_wrong_values_name_the_argument_and_what_came(call, message):
         (lambda: count_memory_bytes(1, 2, 4, 2, "real"), r"dtype must be float32 or float64, got 'real'"),
         (lambda: count_memory_bytes(1, 2, 4, 2, None), r"dtype must be float32 or float64, got None"),
         (lambda: analysis.arithmetic_intensity(1, 2, 4, 2, "f2"), r"dtype must be float32 or float64, got 'f2'"),
-        (lambda: analysis.kv_cache_bytes(1, 2, 3, 4, dtype="f2"), r"dtype must be float32 or float64, got 'f2'"),
+        (lambda: analysis.kv_cache_bytes(1, 2, 3, 4, dtype="i2"),
+         r"dtype must be float32, float64, float16 or bfloat16, got 'i2'"),
+        (lambda: analysis.kv_cache_bytes(1, 2, 3, 4, dtype=None),
+         r"dtype must be float32, float64, float16 or bfloat16, got None"),
+        (lambda: count_memory_bytes(1, 2, 4, 2, "bfloat16"), r"dtype must be float32 or float64, got 'bfloat16'"),
         (lambda: analysis.kv_cache_bytes(1, 2, 3, 4.0), r"head_dim must be an integer, got 4\.0 of type float"),
         (lambda: analysis.crossover_length(512.0), r"d_model must be an integer, got 512\.0 of type float"),
     ],

@@ -385,6 +385,7 @@ CONSTRUCTION = [
     ((1, 2, 4), {"dtype": np.int32}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got int32"),
     ((1, 2, 4), {"dtype": ">f4"}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got >f4"),
     ((1, 2, 4), {"dtype": "half-full"}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got 'half-full'"),
+    ((1, 2, 4), {"dtype": None}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got None"),
     ((2**20, 2**20, 4), {"capacity": 2**40}, ValueError, "a cache of batch_size 1048576, num_kv_heads 1048576, head_dim 4, "
      "v_head_dim 4 and 1099511627776 tokens a row is beyond any memory"),
 ]  # fmt: skip

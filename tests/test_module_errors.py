@@ -51,6 +51,7 @@ CONSTRUCTION = [
     ((8, 4), {"dtype": np.int32}, TypeError, "dtype must be float32 or float64, got int32"),
     ((8, 4), {"dtype": np.float16}, TypeError, "dtype must be float32 or float64, got float16"),
     ((8, 4), {"dtype": ">f4"}, TypeError, "dtype must be float32 or float64, got >f4"),
+    ((8, 4), {"dtype": None}, TypeError, "dtype must be float32 or float64, got None"),
     ((8, 4), {"dtype": "nonsense"}, TypeError, "dtype must be float32 or float64, got 'nonsense'"),
     ((8, 4), {"layout": "BHLD"}, ValueError, 'layout must be "strided", "contiguous" or "auto", got \'BHLD\''),
     ((8, 4), {"layout": None}, ValueError, 'layout must be "strided", "contiguous" or "auto", got None'),
