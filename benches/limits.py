@@ -20,11 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import shlex
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from findings import Finding, Floor, Table, agree, best_times, options_of, repeated, report, shown
 
 import fastmha
 from fastmha import _core, reference, validate
@@ -51,70 +49,6 @@ PASSES = (*DIRECTIONS, BOTH)
 DTYPES = ("float32", "float64")
 SAMPLE = 32                 # queries and keys at either end that are checked
 Rates = Mapping[str, float]     # pass -> work per second
-
-
-# ---------------------------------------------------------------------------------------------- floors and tables
-
-@dataclass(frozen=True)
-class Floor:
-    """What a number must lie in. It is judged as it is printed, with two digits behind the point."""
-
-    low: float = -math.inf
-    high: float = math.inf
-
-    def __str__(self) -> str:
-        if self.low > -math.inf and self.high < math.inf:
-            return f"{self.low:g} – {self.high:g}"
-        return f"≥ {self.low:.2f}" if self.high == math.inf else f"≤ {self.high:.2f}"
-
-    def holds(self, *values: float) -> bool:
-        return all(round(self.low, 2) <= round(value, 2) <= round(self.high, 2) for value in values)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of a table; the columns `judged` must keep the floor."""
-
-    what: str
-    values: dict[str, Any]
-    floor: Floor | None = None
-    judged: Sequence[str] = DIRECTIONS
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.floor is None else self.floor.holds(*(self.values[name] for name in self.judged))
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    findings: list[Finding]
-    note: str = ""
-    digits: int = 2
-
-    def __str__(self) -> str:
-        columns = list(dict.fromkeys(name for f in self.findings for name in f.values))
-        lines = [["", "floor", *columns, "met"]]
-        for f in self.findings:
-            cells = (shown(f.values.get(name), self.digits) for name in columns)
-            lines.append([f.what, "" if f.floor is None else str(f.floor), *cells,
-                          {None: "", True: "yes", False: "NO"}[f.met]])
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        rows = ("  ".join(cell.rjust(width) if i else cell.ljust(width)
-                          for i, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in lines)
-        notes = textwrap.wrap(self.note, 116)
-        return "\n".join([self.title, *(f"  {line}".rstrip() for line in (*rows, *notes)), ""])
-
-    def as_json(self) -> dict[str, Any]:
-        lines = [{"what": f.what, "values": f.values, "floor": None if f.floor is None else str(f.floor), "met": f.met}
-                 for f in self.findings]
-        return {"title": self.title, "note": self.note, "lines": lines}
-
-
-def shown(value: Any, digits: int = 2) -> str:
-    if value is None:
-        return ""
-    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 # ---------------------------------------------------------------------------------------------- calls and their answers
@@ -215,10 +149,7 @@ class Excerpt:
 
 
 def compare(call: Call, name: str, got: np.ndarray, wanted: np.ndarray) -> None:
-    allowed = runner.TOLERANCE[str(call.q.dtype)] * float(np.abs(wanted).max(initial=0))
-    difference = float(np.abs(got - wanted).max(initial=0))
-    if not difference <= allowed:       # also where either is NaN
-        raise runner.ArmsDisagreeError(f"{call.label}: {name} is off by {difference:.1e}, more than {allowed:.1e}")
+    agree(f"{call.label}: {name}", got, wanted, str(call.q.dtype))
 
 
 def check_forward(call: Call, out: np.ndarray, lse: np.ndarray) -> None:
@@ -255,10 +186,6 @@ def check(call: Call, threads: int, directions: Sequence[str] = DIRECTIONS) -> N
 
 
 # ---------------------------------------------------------------------------------------------- times and rates
-
-def best_times(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    return {name: float(times.min()) for name, times in runner.interleave(functions, seconds).items()}
-
 
 def measure(calls: Sequence[Call], options: argparse.Namespace,
             directions: Sequence[str] = DIRECTIONS) -> dict[tuple[str, str], float]:
@@ -571,13 +498,6 @@ def balance(options: argparse.Namespace) -> Iterator[Table]:
 REPEATS = 200       # calls in one timed arm
 
 
-def repeated(function: Callable[[], Any]) -> Callable[[], None]:
-    def run() -> None:
-        for _ in range(REPEATS):
-            function()
-    return run
-
-
 def core_attention(problem: _core.Problem, out: np.ndarray, lse: np.ndarray | None, threads: int) -> Callable[[], None]:
     """The compiled call that `auto` ends in, and nothing else."""
     name, _ = choose(problem, "auto")
@@ -646,7 +566,7 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
         ("module forward, training=False", 20.0, tiny_module(False, options.threads)),
         ("module forward, training=True", 20.0, tiny_module(True, options.threads)),
     ):
-        best = best_times({name: repeated(f) for name, f in arms.items()}, options.seconds)
+        best = best_times({name: repeated(f, REPEATS) for name, f in arms.items()}, options.seconds)
         micro = {name: seconds / REPEATS * 1e6 for name, seconds in best.items()}
         micro["beyond"] = micro["call"] - micro["arithmetic"]
         findings.append(Finding(label, micro, Floor(high=high), ("beyond",)))
@@ -665,32 +585,10 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Table]]] = {
 }
 
 
-def seconds_of(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < math.inf:
-        raise ValueError
-    return seconds
-
-
-seconds_of.__name__ = "number of seconds"       # argparse puts it into its message
-
-
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--only", choices=SECTIONS, help="one section (default: all)")
-    made.add_argument("--threads", type=positive, default=1, metavar="N", help="threads of each call (default: 1)")
-    made.add_argument("--seconds", type=seconds_of, default=1.0, metavar="S",
-                      help="of each comparison, at least three rounds (default: 1)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the tables there as well")
+    made = options_of(__doc__, SECTIONS)
     made.add_argument("--memory-of", type=positive, help=argparse.SUPPRESS)
     return made
-
-
-def as_json(tables: dict[str, list[Table]], options: argparse.Namespace, command: str) -> dict[str, Any]:
-    found = runner.results([], options.threads, command)
-    del found["measurements"], found["units"]
-    return {**found, "seconds": options.seconds,
-            "sections": {name: [table.as_json() for table in made] for name, made in tables.items()}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -698,20 +596,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.memory_of:
         print(json.dumps(memory_of(options.memory_of, options.threads)))
         return 0
-    print(f"fastmha {fastmha.__version__}, {_core.selected_isa()[0]} kernels, {runner.cpu_name()}, threads of a call: "
-          f"{options.threads}\n", flush=True)
-    tables: dict[str, list[Table]] = {}
-    for name in [options.only] if options.only else SECTIONS:
-        tables[name] = []
-        for table in SECTIONS[name](options):
-            print(table, flush=True)
-            tables[name].append(table)
-    verdicts = [finding.met for made in tables.values() for table in made for finding in table.findings]
-    print(f"{verdicts.count(True)} floors met, {verdicts.count(False)} missed")
-    if options.json:
-        command = shlex.join(["python", "benches/limits.py", *(sys.argv[1:] if arguments is None else arguments)])
-        runner.write_json(options.json, as_json(tables, options, command))
-    return 1 if False in verdicts else 0
+    return report(SECTIONS, options, "benches/limits.py", sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

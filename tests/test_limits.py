@@ -1,6 +1,6 @@
 """The script benches/limits.py: its floors, its ratios, its checks of answers, on tiny sizes; no speed."""
 
-import importlib.util
+import importlib
 import json
 import math
 import re
@@ -19,12 +19,11 @@ PATH = Path(__file__).resolve().parents[1] / "benches" / "limits.py"
 
 @pytest.fixture(scope="module")
 def limits():
-    spec = importlib.util.spec_from_file_location("limits", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["limits"] = module      # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["limits"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PATH.parent)
+        yield importlib.import_module("limits")
+    for name in ("limits", "findings"):
+        del sys.modules[name]
 
 
 # ------------------------------------------------------------------------------------------------ floors and tables
