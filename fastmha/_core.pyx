@@ -263,8 +263,8 @@ cdef class Problem:
     cdef public str layout
     cdef public object bytes_copied
 
-    def __cinit__(self, q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, double scale,
-                  double softcap):
+    def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, double scale,
+                 double softcap):
         cdef ptrdiff_t shape[4]
         self.q, self.k, self.v, self.dtype = q, k, v, q.dtype
         self.bool_mask, self.additive_mask = bool_mask, additive_mask
@@ -272,15 +272,7 @@ cdef class Problem:
         self.is_double = self.itemsize == 8
         read_array(q, &self.c.q, shape, self.itemsize, False)
         self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
-        stored = k.dtype
-        if stored == self.dtype:
-            self.c.stored = FMHA_SAME
-        else:
-            self.c.stored = FMHA_HALF if stored.char == "e" else FMHA_BFLOAT if stored.char == "H" else FMHA_OTHER
-        read_array(k, &self.c.k, shape, stored.itemsize, False)
-        self.c.Hkv, self.c.Lk = shape[1], shape[2]
-        read_array(v, &self.c.v, shape, stored.itemsize, False)
-        self.c.Dv = shape[3]
+        self.read_keys()
         self.c.bool_mask.data = self.c.additive_mask.data = NULL
         if bool_mask is not None:
             read_array(bool_mask, &self.c.bool_mask, NULL, 1, False)
@@ -294,12 +286,32 @@ cdef class Problem:
         self.c.scale, self.c.softcap = scale, softcap
         self.keep = (offset, key_lengths)
 
+    cdef int read_keys(self) except -1:
+        """k and v into the C problem."""
+        cdef ptrdiff_t shape[4]
+        cdef ptrdiff_t size = self.itemsize
+        stored = self.k.dtype
+        self.c.stored = FMHA_SAME
+        if stored is not self.dtype and stored != self.dtype:
+            self.c.stored = FMHA_HALF if stored.char == "e" else FMHA_BFLOAT if stored.char == "H" else FMHA_OTHER
+            size = stored.itemsize
+        read_array(self.k, &self.c.k, shape, size, False)
+        self.c.Hkv, self.c.Lk = shape[1], shape[2]
+        read_array(self.v, &self.c.v, shape, size, False)
+        self.c.Dv = shape[3]
+        return 0
+
     def with_heads(self, q, k, v):
         """The same problem on other arrays of the same shapes."""
-        offset, key_lengths = self.keep
-        other = Problem(q, k, v, self.bool_mask, self.additive_mask, offset, key_lengths, self.c.left, self.c.right,
-                        self.c.scale, self.c.softcap)
+        cdef Problem other = Problem.__new__(Problem)
+        other.c = self.c
+        other.q, other.k, other.v, other.keep, other.dtype = q, k, v, self.keep, self.dtype
+        other.bool_mask, other.additive_mask = self.bool_mask, self.additive_mask
+        other.itemsize, other.is_double = self.itemsize, self.is_double
         other.layout, other.bytes_copied = self.layout, self.bytes_copied
+        if q is not self.q:
+            read_array(q, &other.c.q, NULL, self.itemsize, False)
+        other.read_keys()
         return other
 
     @property

@@ -107,8 +107,8 @@ def prepare(cache: KVCache, q: np.ndarray, after: Lengths, new: Lengths, mask: A
             softcap: Any, algorithm: str, need_weights: bool, linear: bool = False) -> list[Part]:
     """The attention of the newest `new` queries at the lengths `after`, in storage order; all errors end here.
 
-    The keys may not be there yet: the problems hold stand-ins of their shapes, which `attend` replaces. `linear`: they will
-    not lie in the ring that `cache` is.
+    Where there is no room for the keys yet, or they are of another dtype, the problems hold stand-ins of their shapes, which
+    `attend` replaces. `linear`: they will not lie in the ring that `cache` is.
     """
     first = after - new
     spans = [(0, longest(after), None if isinstance(after, int) else after, first)]
@@ -118,7 +118,11 @@ def prepare(cache: KVCache, q: np.ndarray, after: Lengths, new: Lengths, mask: A
     banded = is_causal is not False or window is not None
     B, heads = cache.batch_size, cache.num_kv_heads
     for start, stop, lengths, offset in spans:
-        k, v = (_stand_in((B, heads, stop - start, width), q.dtype) for width in (cache.head_dim, cache.v_head_dim))
+        if not linear and stop <= cache._k.shape[2] and cache.dtype == q.dtype:
+            k, v = cache._k[:, :, start:stop], cache._v[:, :, start:stop]
+        else:
+            k = _stand_in((B, heads, stop - start, cache.head_dim), q.dtype)
+            v = _stand_in((B, heads, stop - start, cache.v_head_dim), q.dtype)
         problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset if banded else None, lengths, window,
                                              scale, softcap)
         parts.append((problem, slice(start, stop), choose(problem, algorithm, weights=need_weights)[0]))
@@ -163,7 +167,8 @@ def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse
     Lq = out.shape[2]
     sides = []
     for i, (problem, span, name) in enumerate(parts):
-        problem = problem.with_heads(problem.q, *as_taken(cache._k[:, :, span], cache._v[:, :, span], problem.dtype, name))
+        if problem.k.base is not cache._k:
+            problem = problem.with_heads(problem.q, *as_taken(cache._k[:, :, span], cache._v[:, :, span], problem.dtype, name))
         side = out if i == 0 else np.empty(out.shape, out.dtype)
         side_lse = lse if i == 0 and lse is not None else np.empty(out.shape[:3], out.dtype) if len(parts) > 1 else None
         algorithms.forward(name, problem, side, side_lse, weights, workers)
