@@ -77,7 +77,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
-    int FMHA_ISA_COUNT
+    int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
     ptrdiff_t FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS, FMHA_KEPT_BYTES
@@ -128,8 +128,8 @@ def selected_isa():
 
 
 def fused_multiply_add():
-    """Whether the kernels in use have it: all but the baseline's do."""
-    return kernel_tables[0] != fmha_kernels_of(0, 0)
+    """Whether the kernels in use have it: all but the baseline's on x86-64 do."""
+    return bool(FMHA_BASELINE_FUSES) or kernel_tables[0] != fmha_kernels_of(0, 0)
 
 
 def bind_blas_threads(uintptr_t getter, uintptr_t setter):

@@ -82,11 +82,11 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     """
     _, H, Hkv, Lq, _, _, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
-    return _choose(rows, problem.is_double, _core.fused_multiply_add(), algorithm, backward, weights)
+    return _choose(rows, _core.fused_multiply_add(), algorithm, backward, weights)
 
 
 @lru_cache(maxsize=1024)
-def _choose(rows: int, is_double: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
+def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
     """`choose` for so many query rows a key/value head (Lq · H / Hkv), with fused multiply-add in the kernels or without."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
@@ -104,7 +104,7 @@ def _choose(rows: int, is_double: bool, fused: bool, algorithm: str, backward: b
                            for n in (algorithm, *(n for n in ALGORITHMS[1:] if n != algorithm))}
     if "decode" not in against and rows <= _DECODE_ROWS:
         name, why = "decode", f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
-    elif fused or is_double or rows <= _BLOCK_ROWS:
+    elif fused:
         name, why = "tiled", "scores never leave the caches, O(L) memory"
     else:
         name, why = "blas", "the kernels have no fused multiply-add here, BLAS may"

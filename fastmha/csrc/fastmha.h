@@ -121,6 +121,12 @@ typedef struct {
     void (*hyperbolic_tangent)(ptrdiff_t n, const void *x, void *y);
 } fmha_kernels;
 
+#if defined(__aarch64__) || defined(__FMA__)
+#define FMHA_BASELINE_FUSES 1       /* fused multiply-add without asking for it */
+#else
+#define FMHA_BASELINE_FUSES 0
+#endif
+
 typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_ISA_COUNT } fmha_isa;
 
 /* The table for an instruction set, or NULL where it is not compiled in. Whether this CPU runs it: fmha_isa_runs. */
