@@ -39,6 +39,7 @@ static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t col
 
 #define FEW_ROWS 16         /* of a: b is then read once, where it lies, as so many streams of rows */
 #define FEW_DEPTH 8
+#define FEW_COLUMNS 1024
 
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
  * is read from end to end, and fetched ahead into the next rows. */
@@ -61,8 +62,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int 
     }
 }
 
-static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
-                                   ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+/* c (M, N) <- a (M, K) @ b (K, N) for K of at most GEMM_DEPTH, term by term in the order of K. */
+static void FMHA_NAME(few_block)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
+                                 ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
     for (ptrdiff_t k = 0, depth; k < K; k += depth) {
         depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
@@ -86,6 +88,24 @@ static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const 
     }
 }
 
+/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: FEW_ROWS * FEW_COLUMNS elements. */
+static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
+                                   ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
+{
+    for (ptrdiff_t n = 0; n < N; n += FEW_COLUMNS)
+        for (ptrdiff_t k = 0; k < K; k += GEMM_DEPTH) {
+            ptrdiff_t columns = N - n < FEW_COLUMNS ? N - n : FEW_COLUMNS, depth = K - k < GEMM_DEPTH ? K - k : GEMM_DEPTH;
+            REAL *to = k ? part : c + n;
+            FMHA_NAME(few_block)(M, columns, depth, a + k * a_step, a_row, a_step, b + k * ldb + n, ldb, to, k ? FEW_COLUMNS : ldc);
+            for (ptrdiff_t m = 0; k && m < M; m++)
+                for (ptrdiff_t e = 0; e < columns; e += LANES) {
+                    REAL *sum = c + m * ldc + n + e;
+                    VEC more = v_load_n(part + m * FEW_COLUMNS + e, columns - e, 0);
+                    v_store_n(sum, v_load_n(sum, columns - e, 0) + more, columns - e);
+                }
+        }
+}
+
 /* packed (K · N rounded up to whole vectors) <- b (K, N) as gemm wants its panels: one after the other, each K rows. */
 static void FMHA_NAME(gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed)
 {
@@ -105,7 +125,7 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
         for (ptrdiff_t m = 0; m < M; m++)
             for (ptrdiff_t n = 0; n < N; n++) c0[m * ldc + n] = bias ? bias[n] : 0;
     if (M <= FEW_ROWS && !trans_b && K) {
-        FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc);
+        FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, scratch);
         if (bias) FMHA_NAME(add_bias)(M, N, c0, ldc, bias);
         return;
     }
