@@ -23,6 +23,7 @@ TINY = [
     Case(2, 2, 1, 3, 7, 5, causal=True),
     Case(1, 2, 2, 7, 3, 4, causal=True, dtype="float64"),       # the first queries see no key
     Case(3, 1, 1, 1, 4, 2),
+    Case(2, 4, 2, 70, 70, 3, causal=True, algorithm="tiled"),
 ]
 tiny = pytest.mark.parametrize("case", TINY, ids=lambda case: case.label)
 directions = pytest.mark.parametrize("direction", DIRECTIONS)
@@ -93,6 +94,7 @@ def test_labels_name_one_case_each():
     labels = [case.label for case in cases.FULL]
     assert len(set(labels)) == len(labels)
     assert Case(1, 16, 4, 512, 1024, 64, causal=True, dtype="float64").label == "B1 H16/4 L512x1024 D64 causal f64"
+    assert Case(1, 2, 2, 8, 8, 4, algorithm="tiled").label == "B1 H2 L8 D4 f32 tiled"
 
 
 def test_the_quick_study_is_part_of_the_full_one():
@@ -266,7 +268,7 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
     from rich.console import Console
 
     monkeypatch.setattr(runner, "interleave", lambda functions, seconds: dict.fromkeys(functions, np.full(3, 0.1)))
-    longest = Case(32, 16, 4, 512, 512, 128, causal=True)
+    longest = Case(32, 16, 4, 512, 512, 128, causal=True, algorithm="tiled")
     operands = runner.Operands(replace(longest, B=1, H=4, Lq=8, Lk=8, D=4))
     measured = [replace(runner.measure(operands, direction, 1, 0.0), case=longest) for direction in DIRECTIONS]
     Console(width=80).print(command.table(measured, runner.results(measured, 1, "")))

@@ -8,7 +8,7 @@ causality leaves, not the exponentials::
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Case:
     D: int
     causal: bool = False
     dtype: str = "float32"
+    algorithm: str = "blas"
 
     @property
     def shape(self) -> str:
@@ -42,8 +43,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Names the case in tables, pictures and benches: the shape and f32 or f64."""
-        return f"{self.shape} f{8 * self.itemsize}"
+        """Names the case in tables, pictures and benches: the shape, f32 or f64, and the algorithm unless it is "blas"."""
+        return f"{self.shape} f{8 * self.itemsize}" + f" {self.algorithm}" * (self.algorithm != "blas")
 
     @property
     def itemsize(self) -> int:
@@ -93,8 +94,13 @@ def case(B: int, H: int, L: int, D: int, *, Hkv: int | None = None, Lk: int | No
     return Case(B, H, H if Hkv is None else Hkv, L, L if Lk is None else Lk, D, causal, dtype)
 
 
+def by_both(*shapes: Case) -> tuple[Case, ...]:
+    """Each case by "blas" and by "tiled"."""
+    return tuple(replace(shape, algorithm=algorithm) for shape in shapes for algorithm in ("blas", "tiled"))
+
+
 # A few shapes for a first look, and for the benches; from short to long.
-QUICK = (
+QUICK = by_both(
     case(32, 8, 32, 64),
     case(8, 12, 128, 64),
     case(1, 12, 512, 64),                   # d_model 768
@@ -107,8 +113,7 @@ QUICK = (
 )
 
 # The quick ones and more: widths, lengths, strides that are and are not whole pages.
-FULL = (
-    *QUICK,
+FULL = QUICK + by_both(
     case(8, 12, 128, 64, dtype="float64"),
     case(8, 16, 128, 64),
     case(4, 8, 256, 128),

@@ -61,7 +61,7 @@ class Operands:
         rules = {"is_causal": False, "offset": None, **case.keywords}
         self.problem = validate.attention_problem(self.q, self.k, self.v, "BHLD", None, rules["is_causal"],
                                                   rules["offset"], None, None, None, None)
-        algorithms.blas_forward(self.problem, self.out, self.lse, None, threads.resolve(None))
+        algorithms.forward(case.algorithm, self.problem, self.out, self.lse, None, threads.resolve(None))
 
     def _fused(self, generator: np.random.Generator | None) -> list[np.ndarray]:
         case = self.case
@@ -92,10 +92,11 @@ def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Call
     o = operands
 
     def forward(pack: bool) -> None:
-        algorithms.blas_forward(o.problem, o.out, o.lse, None, num_threads, pack=pack)
+        algorithms.forward(o.case.algorithm, o.problem, o.out, o.lse, None, num_threads, pack=pack)
 
     def backward(pack: bool) -> None:
-        algorithms.blas_backward(o.problem, o.out, o.lse, o.grad_out, o.grad_q, o.grad_k, o.grad_v, num_threads, pack=pack)
+        algorithms.backward(o.case.algorithm, o.problem, o.out, o.lse, o.grad_out, o.grad_q, o.grad_k, o.grad_v, num_threads,
+                            pack=pack)
 
     run = forward if direction == "forward" else backward
     packed = (o.q, o.k, o.v) if direction == "forward" else (o.q, o.k, o.v, o.grad_out)
