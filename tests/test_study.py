@@ -273,7 +273,8 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
     measured = [replace(runner.measure(operands, direction, 1, 0.0), case=longest) for direction in DIRECTIONS]
     Console(width=80).print(command.table(measured, runner.results(measured, 1, "")))
     printed = capsys.readouterr().out
-    assert longest.label in printed
+    assert f"{longest.shape} f32" in printed
+    assert "  tiled" in printed
     assert "…" not in printed
 
 

@@ -98,7 +98,7 @@ def run(options: argparse.Namespace, command: str) -> int:
 
 
 def table(measured: Sequence[runner.Measurement], found: dict[str, Any]) -> Table:
-    """The measurements as a table for the terminal: a row a case, forward and backward side by side."""
+    """The measurements as a table for the terminal: two rows a case, forward and backward, the algorithm in the second."""
     from rich import box
     from rich.table import Table
 
@@ -112,7 +112,8 @@ def table(measured: Sequence[runner.Measurement], found: dict[str, Any]) -> Tabl
         shown.add_column(name, justify="right", no_wrap=True)
     for m in measured:
         first = m.direction == cases.DIRECTIONS[0]
-        shown.add_row(m.case.label if first else "", m.direction, f"{m.case.row_bytes / 1024:g}" if first else "",
+        named = f"{m.case.shape} f{8 * m.case.itemsize}" if first else f"  {m.case.algorithm}"
+        shown.add_row(named, m.direction, f"{m.case.row_bytes / 1024:g}" if first else "",
                       f"{m.gflops('strided'):.1f}", f"{m.gflops('contiguous'):.1f}",
                       f"{m.ratio:.2f} ±{(m.ratio_high - m.ratio_low) / 2:.2f}",
                       f"{m.median['pack'] / m.median['contiguous']:.0%}")
