@@ -12,6 +12,8 @@ from fastmha._core import Problem
 from fastmha.capture import Capture
 from fastmha.plan import Plan, choose, make_plan
 
+_LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
+
 
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
@@ -143,7 +145,8 @@ def attention_backward(
     Returns
     -------
     grad_q, grad_k, grad_v : arrays of the full shapes of q, k and v
-        Fresh arrays, also where an input was a broadcast view. A removed pair contributes exactly nothing.
+        Fresh arrays, also where an input was a broadcast view; from 128 KB on three views of one piece of memory. A removed pair
+        contributes exactly nothing.
 
     Raises
     ------
@@ -176,8 +179,10 @@ def attention_backward(
 
 
 def _empty_together(shapes: list[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
-    """Arrays in one piece of memory: an allocator that gives large pieces back to the system at once, as glibc's does with
-    several of one size, would cost a page fault every 4 KB of every call."""
+    """Arrays, large ones in one piece of memory: an allocator that gives large pieces back to the system at once, as glibc's
+    does with several of one size, would cost a page fault every 4 KB of every call."""
+    if sum(map(math.prod, shapes)) * dtype.itemsize < _LARGE_BYTES:
+        return [np.empty(s, dtype) for s in shapes]
     ends = np.cumsum([math.prod(s) for s in shapes]).tolist()
     memory = np.empty(ends[-1], dtype)
     return [memory[end - math.prod(s):end].reshape(s) for s, end in zip(shapes, ends)]
@@ -266,9 +271,9 @@ def plan(
     Examples
     --------
     >>> import numpy as np, fastmha
-    >>> q = np.ones((1, 8, 512, 64), np.float32)
-    >>> fastmha.plan(q, q, q, is_causal=True).algorithm
-    'tiled'
+    >>> q, k = np.ones((1, 8, 1, 64), np.float32), np.ones((1, 8, 512, 64), np.float32)
+    >>> fastmha.plan(q, k, k).algorithm
+    'decode'
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     if capture is not None:
