@@ -498,9 +498,10 @@ def _moves(sources: list[int]) -> list[tuple[int, int]]:
 def _storage_type(dtype: Any) -> np.dtype:
     if isinstance(dtype, str) and dtype == "bfloat16":
         try:
-            from ml_dtypes import bfloat16 as dtype
+            from ml_dtypes import bfloat16
         except ImportError:
             raise ImportError('dtype "bfloat16" needs the package ml_dtypes: pip install "fastmha[bfloat16]"') from None
+        dtype = bfloat16
     try:
         found = np.dtype(object if dtype is None else dtype)    # np.dtype(None) would be float64
     except TypeError:
