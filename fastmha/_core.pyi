@@ -1,5 +1,5 @@
 # Types of the compiled core. The arrays of one call share one dtype; `fastmha.validate` has checked that.
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,8 @@ class Scratch:
 class Problem:
     layout: str
     bytes_copied: int
-    def __new__(
-        cls, q: _Floats, k: _Floats, v: _Floats, bool_mask: _Bools | None, additive_mask: _Floats | None,
-        offset: _Integers | None, key_lengths: _Integers | None, left: int | None, right: int | None, scale: float,
-        softcap: float,
-    ) -> Problem: ...
+    # q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, scale, softcap; the compiled class tells no more
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def with_heads(self, q: _Floats, k: _Floats, v: _Floats) -> Problem: ...
     @property
     def is_double(self) -> bool: ...
