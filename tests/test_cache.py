@@ -323,9 +323,9 @@ def storage_dtypes():
     try:
         import ml_dtypes
     except ImportError:
-        yield pytest.param(None, marks=pytest.mark.skip(reason="needs ml_dtypes"))
+        yield pytest.param(None, id="bfloat16", marks=pytest.mark.skip(reason="needs ml_dtypes"))
     else:
-        yield ml_dtypes.bfloat16
+        yield pytest.param(ml_dtypes.bfloat16, id="bfloat16")
 
 
 @pytest.mark.parametrize("source", [np.float16, np.float32, np.float64, np.longdouble])

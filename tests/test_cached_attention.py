@@ -181,8 +181,8 @@ def half_dtypes():
     try:
         import ml_dtypes
     except ImportError:
-        return [np.float16, pytest.param(None, marks=pytest.mark.skip(reason="needs ml_dtypes"))]
-    return [np.float16, ml_dtypes.bfloat16]
+        return [np.float16, pytest.param(None, id="bfloat16", marks=pytest.mark.skip(reason="needs ml_dtypes"))]
+    return [np.float16, pytest.param(ml_dtypes.bfloat16, id="bfloat16")]
 
 
 @dtypes
