@@ -1,81 +1,97 @@
 """From a validated problem to a call of the compiled core: scratch sizes, packing, allocation. No checks, no arithmetic."""
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 
 from fastmha import _core
 from fastmha._core import Problem
 from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_whole_heads
 
-
-def packed(x: np.ndarray, threads: int) -> np.ndarray:
-    """A copy of heads x (B, H, L, width) with each head contiguous; broadcast batches and heads stay broadcast."""
-    B, H, L, width = x.shape
-    b, h = (1 if x.strides[0] == 0 else B), (1 if x.strides[1] == 0 else H)
-    out = np.empty((b, h, L, width), x.dtype)
-    if out.size:
-        _core.pack_heads(x[:b, :h], out, threads)
-    return np.broadcast_to(out, x.shape)
+_LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 
 
-def _for_blas(problem: Problem, pack: bool, threads: int) -> Problem:
-    """The problem with its heads packed: all of them, or those that BLAS cannot take where they lie."""
+def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
+    """Arrays, large ones in one piece of memory: an allocator that gives large pieces back to the system at once, as glibc's
+    does with several of one size, would cost a page fault every 4 KB of every call."""
+    if sum(map(math.prod, shapes)) * dtype.itemsize < _LARGE_BYTES:
+        return [np.empty(s, dtype) for s in shapes]
+    ends = np.cumsum([math.prod(s) for s in shapes]).tolist()
+    memory = np.empty(ends[-1], dtype)
+    return [memory[end - math.prod(s):end].reshape(s) for s, end in zip(shapes, ends)]
+
+
+def packed(threads: int, *heads: np.ndarray) -> list[np.ndarray]:
+    """Copies of heads (B, H, L, width) with each head contiguous; broadcast batches and heads stay broadcast."""
+    whole = [x[:1 if x.strides[0] == 0 else None, :1 if x.strides[1] == 0 else None] for x in heads]
+    copies = empty_together([x.shape for x in whole], heads[0].dtype)
+    for x, copy in zip(whole, copies):
+        if copy.size:
+            _core.pack_heads(x, copy, threads)
+    return [np.broadcast_to(copy, x.shape) for copy, x in zip(copies, heads)]
+
+
+def contiguous(problem: Problem, threads: int, *, queries: bool = False) -> Problem:
+    """The problem with its key and value heads packed, each contiguous; with `queries` the query heads too.
+
+    Forward, queries need no packing: the kernels read each once, into a block of their own."""
+    if queries:
+        return problem.with_heads(*packed(threads, problem.q, problem.k, problem.v))
+    return problem.with_heads(problem.q, *packed(threads, problem.k, problem.v))
+
+
+def _for_blas(problem: Problem, threads: int) -> Problem:
+    """The problem with those heads packed that BLAS cannot take where they lie."""
     old = problem.q, problem.k, problem.v
-    new = [packed(x, threads) if pack or needs_packing(x) else x for x in old]
+    new = [packed(threads, x)[0] if needs_packing(x) else x for x in old]
     if all(a is b for a, b in zip(new, old)):
         return problem
     return problem.with_heads(*new)
 
 
-def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int,
-                 pack: bool = False) -> None:
-    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention; `pack` is the contiguous layout."""
+def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int) -> None:
+    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
     target = out
     if needs_packing(out):
         target = np.empty(out.shape, out.dtype)
-    _core.blas_forward(_for_blas(problem, pack, threads), target, lse, weights, rows, threads)
+    _core.blas_forward(_for_blas(problem, threads), target, lse, weights, rows, threads)
     if target is not out:
         out[...] = target
 
 
 def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-                  grad_k: np.ndarray, grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
+                  grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
     """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
-    if pack or needs_packing(grad_out):
-        grad_out = packed(grad_out, threads)
-    _core.blas_backward(_for_blas(problem, pack, threads), out, lse, grad_out, grad_q, grad_k, grad_v, rows, threads)
+    if needs_packing(grad_out):
+        grad_out = packed(threads, grad_out)[0]
+    _core.blas_backward(_for_blas(problem, threads), out, lse, grad_out, grad_q, grad_k, grad_v, rows, threads)
 
 
-def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int,
-            pack: bool = False) -> None:
+def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None,
+            threads: int) -> None:
     """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention by the named algorithm, weights not by
-    "decode"; `pack` is the contiguous layout."""
+    "decode"."""
     if name == "blas":
-        blas_forward(problem, out, lse, weights, threads, pack)
-        return
-    if pack:
-        problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
-    if name == "tiled":
+        blas_forward(problem, out, lse, weights, threads)
+    elif name == "tiled":
         _core.tiled_forward(problem, out, lse, weights, threads)
     else:
         _core.decode_forward(problem, out, lse, threads)
 
 
 def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-             grad_k: np.ndarray, grad_v: np.ndarray, threads: int, pack: bool = False) -> None:
+             grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
     """grad_q, grad_k, grad_v <- the gradients by the named algorithm; out is (B, H, Lq, Dv)."""
     if name == "blas":
-        blas_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads, pack)
-        return
-    if pack:
-        problem = problem.with_heads(*(packed(x, threads) for x in (problem.q, problem.k, problem.v)))
-        grad_out = packed(grad_out, threads)
-    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v,
-                         tiled_whole_heads(problem, threads), threads)
+        blas_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads)
+    else:
+        _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_whole_heads(problem, threads), threads)
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,

@@ -1,7 +1,6 @@
 """Attention and the textbook functions: validate, plan, call the core."""
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ from fastmha import capture as captures
 from fastmha._core import Problem
 from fastmha.capture import Capture
 from fastmha.plan import Plan, choose, make_plan
-
-_LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 
 
 def attention(
@@ -171,21 +168,11 @@ def attention_backward(
     lse = validate.like("lse", lse, (B, H, Lq), dtype, layout)
     workers = threads.resolve(num_threads)
     grad_out, out = validate.usable(grad_out)[0], validate.usable(out)[0]
-    grads = _empty_together([shape(*s) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))], dtype)
+    grads = algorithms.empty_together([shape(*s) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))], dtype)
     grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
     algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")), _by_head(grad_out, layout),
                         grad_q, grad_k, grad_v, workers)
     return grads[0], grads[1], grads[2]
-
-
-def _empty_together(shapes: list[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
-    """Arrays, large ones in one piece of memory: an allocator that gives large pieces back to the system at once, as glibc's
-    does with several of one size, would cost a page fault every 4 KB of every call."""
-    if sum(map(math.prod, shapes)) * dtype.itemsize < _LARGE_BYTES:
-        return [np.empty(s, dtype) for s in shapes]
-    ends = np.cumsum([math.prod(s) for s in shapes]).tolist()
-    memory = np.empty(ends[-1], dtype)
-    return [memory[end - math.prod(s):end].reshape(s) for s, end in zip(shapes, ends)]
 
 
 def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray, *,

@@ -24,7 +24,7 @@ from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
 from fastmha.cache import KVCache
 from fastmha.cached import Step, as_taken
-from fastmha.plan import choose, product_by_blas
+from fastmha.plan import choose, choose_layout, product_by_blas
 
 _AXES = "(B, L, d_model)"
 
@@ -61,7 +61,8 @@ class _Kept:
 
     X: np.ndarray                       # (B, L, d_model)
     context: np.ndarray | None          # (B, Lk, d_model)
-    problem: Problem                    # its q, k, v are views of projected
+    problem: Problem                    # its q, k, v are views of projected, or packed copies of k and v:
+    contiguous: bool
     projected: tuple[np.ndarray, ...]   # (Q|K|V,), or with a context (Q, K|V)
     concat: np.ndarray                  # (B, L, H·Dv)
     lse: np.ndarray                     # (B, H, L)
@@ -215,8 +216,9 @@ class AttentionModule:
             raise ValueError(f"{name} has width {x.shape[2]} on axis 2 but the module has d_model {self.d_model}")
         return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, None, ("C", "A"))
 
-    def _pack(self) -> bool:
-        return self.layout == "contiguous"
+    def _contiguous(self, problem: Problem, algorithm: str) -> bool:
+        """Whether heads are packed first, each contiguous."""
+        return self.layout == "contiguous" or (self.layout == "auto" and choose_layout(problem, algorithm)[0] == "contiguous")
 
     def _forward(self, X: Any, context: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any, window: Any,
                  softcap: Any, need_weights: Any, training: Any, num_threads: Any, cache: Any = None,
@@ -261,11 +263,14 @@ class AttentionModule:
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
         lse = np.empty((B, self._H, L), self.dtype) if training else None
         weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
-        algorithms.forward(name, problem, _split(concat, self._H), lse, weights, workers, pack=self._pack())
+        contiguous = self._contiguous(problem, name)
+        if contiguous:
+            problem = algorithms.contiguous(problem, workers)
+        algorithms.forward(name, problem, _split(concat, self._H), lse, weights, workers)
         out = self._project_out(concat, workers)
         if training and lse is not None:
             self._kept = (_CONTEXT_KEEPS_NOTHING if stored is not None else
-                          _Kept(X, C, problem, projected, concat, lse, weights, transform_qk, positions))
+                          _Kept(X, C, problem, contiguous, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
 
     def _forward_cached(self, X: np.ndarray, cache: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
@@ -412,8 +417,11 @@ class AttentionModule:
         algorithms.product(_rows(g), self._W_out, _rows(grad_concat), workers, trans_b=True, blas=blas)
         grad_projected = tuple(np.empty(p.shape, self.dtype) for p in kept.projected)
         grad_q, grad_k, grad_v = self._heads(grad_projected)
-        algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse, _split(grad_concat, self._H),
-                            grad_q, grad_k, grad_v, workers, pack=self._pack())
+        problem, grad_out = kept.problem, _split(grad_concat, self._H)
+        if kept.contiguous:     # k and v are since the forward
+            q, grad_out = algorithms.packed(workers, problem.q, grad_out)
+            problem = problem.with_heads(q, problem.k, problem.v)
+        algorithms.backward(name, problem, _split(kept.concat, self._H), kept.lse, grad_out, grad_q, grad_k, grad_v, workers)
         if kept.transform_qk is not None and kept.positions is not None:
             _transform(kept.transform_qk, grad_q, grad_k, kept.positions, backward=True)
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output

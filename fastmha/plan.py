@@ -117,6 +117,11 @@ def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: boo
     return name, reasons
 
 
+def choose_layout(problem: Problem, algorithm: str) -> tuple[str, str]:
+    """"strided" or "contiguous": whether the key and value heads of a problem are read where they lie, or packed first, and why."""
+    return "strided", "heads are read where they lie"
+
+
 def tiled_whole_heads(problem: Problem, threads: int) -> int:
     """How many of the B · Hkv key/value heads the tiled backward pass takes whole, one item each (5 products). The others
     are what would leave threads idle at the end: they are split into many items, in two passes (7 products), where that

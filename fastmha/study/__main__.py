@@ -1,40 +1,32 @@
-"""``fastmha study``: options, progress bar, table, files. Also ``python -m fastmha.study``."""
+"""``fastmha study``: options, progress bar, files. Also ``python -m fastmha.study``."""
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from fastmha import threads
-from fastmha.study import cases, runner
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from fastmha.study import machine, questions, runner
+from fastmha.study.trial import ArmsDisagreeError, Trial
 
 EXTRA = ("rich", "matplotlib")
-DESCRIPTION = "Time attention on strided heads against packed, contiguous ones on this machine, forward and backward."
-QUICK_SECONDS, FULL_SECONDS = 25.0, 240.0      # of measuring, shared by all measurements
-
-
-LEGEND = """\
-strided, contig.  GFLOP/s at the median time
-ratio             time strided / time contiguous within a round: median, and half
-                  the distance of the quartiles; above 1 contiguous is faster
-contig., pack     heads packed first, and the share of its time that this takes
-row               KiB from one key to the next where the heads are strided
-"""
+DESCRIPTION = "Measure what the memory layout of heads does to attention on this machine: tables, pictures, a report, JSON."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the study."""
-    parser.add_argument("--quick", action="store_true", help="a few shapes, in under a minute")
+    parser.add_argument("--quick", action="store_true", help="a look at each question, in under two minutes")
+    parser.add_argument("--only", action="append", default=[], choices=questions.NAMES, metavar="QUESTION",
+                        help=f"one question of {', '.join(questions.NAMES)}; may be given several times")
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of each call (default: all usable CPUs)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--out", type=Path, default=Path("fastmha-study"), metavar="DIR",
-                        help="folder for the results and the picture (default: %(default)s)")
+                        help="folder for results.json, pictures and report.html (default: %(default)s); an interrupted study "
+                             "goes on from what it left there")
 
 
 def positive(text: str) -> int:
@@ -48,76 +40,60 @@ positive.__name__ = "positive integer"      # argparse puts it into its message
 
 
 def run(options: argparse.Namespace, command: str) -> int:
-    """Measure, print the table, save results and picture. Returns the exit status: 1 if the arms disagree, 2 if the
-    extra is not installed or the folder cannot be written."""
+    """Measure, print the tables, save results, pictures and report. Returns the exit status: 1 if arms disagree, 2 if the
+    extra is not installed or the folder cannot serve, 130 if it was interrupted."""
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
-        print(f'fastmha study needs {" and ".join(missing)}: pip install "fastmha[study]"', file=sys.stderr)
-        return 2
+        return failed(f'needs {" and ".join(missing)}: pip install "fastmha[study]"')
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from fastmha.study import plots
 
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"fastmha study cannot make the folder {options.out}: {error.strerror}", file=sys.stderr)
-        return 2
+        return failed(f"cannot make the folder {options.out}: {error.strerror}")
     num_threads = threads.resolve(options.threads)
-    chosen, seconds = (cases.QUICK, QUICK_SECONDS) if options.quick else (cases.FULL, FULL_SECONDS)
-    console = Console()
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                  console=console, transient=True) as progress:
-        bar = progress.add_task("", total=len(chosen) * len(cases.DIRECTIONS))
-        started = 0
-
-        def report(label: str) -> None:
-            nonlocal started
-            progress.update(bar, description=label, completed=started)
-            started += 1
-
-        try:
-            measured = runner.run(chosen, num_threads, seconds, report)
-        except runner.ArmsDisagreeError as error:
-            progress.stop()
-            print(f"fastmha study: {error}", file=sys.stderr)
-            return 1
-    found = runner.results(measured, num_threads, command)
-    console.print(table(measured, found))
-    console.print(LEGEND, highlight=False, soft_wrap=True)
-    data, picture = options.out / "results.json", options.out / "strided_over_contiguous.png"
+    asked = questions.chosen(options.only)
+    trials = questions.trials(asked, options.quick, num_threads)
+    talk = Console(stderr=options.json)
     try:
-        runner.write_json(data, found)
-        plots.ratio_picture(picture, measured, found)
+        store = runner.Store(options.out, {**machine.describe(num_threads, command), "quick": options.quick})
+        flops, seconds = runner.planned(trials)
+        talk.print(f"{len(trials)} measurements, at least {flops / 1e12:.1f} TFLOP, about {seconds / 60:.1f} minutes", highlight=False)
+        kept = sum((t.question, t.label) in store.records for t in trials)
+        if kept:
+            talk.print(f"{kept} of them were measured before the interruption", highlight=False)
+        measure(trials, store, talk)
+        found = store.finish(trials)
+        from fastmha.study import report
+
+        if options.json:
+            print(json.dumps(found, indent=1, ensure_ascii=False))
+        files = report.write(options.out, found, asked, None if options.json else talk)
+    except (ArmsDisagreeError, runner.OtherStudyError) as error:
+        return failed(str(error), 1 if isinstance(error, ArmsDisagreeError) else 2, ": ")
     except OSError as error:
-        print(f"fastmha study cannot write into {options.out}: {error.strerror}", file=sys.stderr)
-        return 2
-    console.print(f"Picture: {picture}\nResults: {data}", highlight=False, soft_wrap=True)
+        return failed(f"cannot write into {options.out}: {error.strerror}")
+    except KeyboardInterrupt:
+        return failed(f"interrupted; the same command goes on from what {options.out} holds", 130, ": ")
+    for what, path in files.items():
+        talk.print(f"{what}: {path}", highlight=False, soft_wrap=True)
     return 0
 
 
-def table(measured: Sequence[runner.Measurement], found: dict[str, Any]) -> Table:
-    """The measurements as a table for the terminal: two rows a case, forward and backward, the algorithm in the second."""
-    from rich import box
-    from rich.table import Table
+def failed(sentence: str, status: int = 2, sign: str = " ") -> int:
+    print(f"fastmha study{sign}{sentence}", file=sys.stderr)
+    return status
 
-    count, isa = found["threads"], found["kernels"]["isa"]
-    shown = Table(
-        title=f"Strided against contiguous heads, {count} thread{'s' * (count != 1)}, {isa} kernels",
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    shown.add_column("case", no_wrap=True)
-    shown.add_column("pass", no_wrap=True)
-    for name in ("row", "strided", "contig.", "ratio", "pack"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    for m in measured:
-        first = m.direction == cases.DIRECTIONS[0]
-        named = f"{m.case.shape} f{8 * m.case.itemsize}" if first else f"  {m.case.algorithm}"
-        shown.add_row(named, m.direction, f"{m.case.row_bytes / 1024:g}" if first else "",
-                      f"{m.gflops('strided'):.1f}", f"{m.gflops('contiguous'):.1f}",
-                      f"{m.ratio:.2f} ±{(m.ratio_high - m.ratio_low) / 2:.2f}",
-                      f"{m.median['pack'] / m.median['contiguous']:.0%}")
-    return shown
+
+def measure(trials: Sequence[Trial], store: runner.Store, console: object) -> None:
+    """Run the trials under a progress bar in planned seconds."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as progress:   # type: ignore[arg-type]
+        bar = progress.add_task("limits of the machine", total=runner.planned(trials)[1])
+        runner.run(trials, store, lambda trial, done: progress.update(
+            bar, completed=done, description=f"{trial.question}: {trial.label}" if trial else "done"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

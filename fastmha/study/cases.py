@@ -1,5 +1,8 @@
 """The cases of the study and of the benches, with their operations and bytes, stated once.
 
+    CENTRES     two shapes around which one factor at a time is varied
+    quick, full the cases about heads, for `fastmha study` and for benches/bench_layouts.py
+
 A multiplication and an addition are two operations (FLOP). Counted are the products over the pairs (i, j) that
 causality leaves, not the exponentials::
 
@@ -8,6 +11,7 @@ causality leaves, not the exponentials::
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,19 +36,21 @@ class Case:
     D: int
     causal: bool = False
     dtype: str = "float32"
-    algorithm: str = "blas"
+    algorithm: str = "tiled"
+    row: int = 0            # bytes from one row of the heads to the next, where that is more than `row_bytes` of the heads alone
 
     @property
     def shape(self) -> str:
         """The label without the dtype, such as "B1 H16/4 L512x1024 D64 causal"."""
         heads = f"H{self.H}" + (f"/{self.Hkv}" if self.Hkv != self.H else "")
         length = f"L{self.Lq}" + (f"x{self.Lk}" if self.Lk != self.Lq else "")
-        return f"B{self.B} {heads} {length} D{self.D}" + " causal" * self.causal
+        row = f" row{self.row}" if self.row else ""
+        return f"B{self.B} {heads} {length} D{self.D}" + " causal" * self.causal + row
 
     @property
     def label(self) -> str:
-        """Names the case in tables, pictures and benches: the shape, f32 or f64, and the algorithm unless it is "blas"."""
-        return f"{self.shape} f{8 * self.itemsize}" + f" {self.algorithm}" * (self.algorithm != "blas")
+        """Names the case in tables, pictures and benches: the shape, f32 or f64, and the algorithm."""
+        return f"{self.shape} f{8 * self.itemsize} {self.algorithm}"
 
     @property
     def itemsize(self) -> int:
@@ -67,10 +73,10 @@ class Case:
         return FLOPS_PER_PAIR_AND_WIDTH[direction] * self.pairs * self.D * self.H * self.B
 
     def packed_bytes(self, direction: str) -> int:
-        """Bytes that the contiguous layout copies first: q, k, v, and for backward also the output's gradient."""
+        """Bytes that the contiguous layout copies first: k, v, and for backward also q and the output's gradient."""
         queries = self.B * self.H * self.Lq * self.D
         keys = self.B * self.Hkv * self.Lk * self.D
-        return self.itemsize * (queries * (2 if direction == "backward" else 1) + 2 * keys)
+        return self.itemsize * (2 * keys + (2 * queries if direction == "backward" else 0))
 
     def operand_bytes(self, direction: str) -> int:
         """Bytes of all operands and results, each once: q, k, v, out, lse; for backward q, k, v, grad_out, lse and the
@@ -83,47 +89,74 @@ class Case:
     @property
     def row_bytes(self) -> int:
         """Bytes from one row of a key head to the next where a fused projection wrote it: Q|K|V side by side for
-        Lq == Lk, else K|V."""
+        Lq == Lk, else K|V; `row` where the heads are some of those of a wider projection."""
         heads = 2 * self.Hkv + (self.H if self.Lq == self.Lk else 0)
-        return heads * self.D * self.itemsize
+        return self.row or heads * self.D * self.itemsize
 
 
-def case(B: int, H: int, L: int, D: int, *, Hkv: int | None = None, Lk: int | None = None, causal: bool = False,
-         dtype: str = "float32") -> Case:
+def case(H: int, L: int, D: int, *, B: int = 1, Hkv: int | None = None, Lk: int | None = None, causal: bool = False,
+         dtype: str = "float32", row: int = 0) -> Case:
     """A case with Hkv = H and Lk = Lq = L unless they are named."""
-    return Case(B, H, H if Hkv is None else Hkv, L, L if Lk is None else Lk, D, causal, dtype)
+    return Case(B, H, H if Hkv is None else Hkv, L, L if Lk is None else Lk, D, causal, dtype, row=row)
 
 
-def by_both(*shapes: Case) -> tuple[Case, ...]:
-    """Each case by "blas" and by "tiled"."""
-    return tuple(replace(shape, algorithm=algorithm) for shape in shapes for algorithm in ("blas", "tiled"))
+@dataclass(frozen=True)
+class Run:
+    """A case in one direction with so many threads (0: all that the study may use); `cold`: operands come from memory."""
+
+    case: Case
+    direction: str
+    threads: int = 0
+    cold: bool = False
 
 
-# A few shapes for a first look, and for the benches; from short to long.
-QUICK = by_both(
-    case(32, 8, 32, 64),
-    case(8, 12, 128, 64),
-    case(1, 12, 512, 64),                   # d_model 768
-    case(1, 16, 512, 64),                   # d_model 1024: rows of 12 KiB, whole pages
-    case(1, 16, 512, 64, Hkv=4),
-    case(1, 16, 512, 64, causal=True),
-    case(1, 16, 512, 64, dtype="float64"),
-    case(1, 12, 128, 64, Lk=1024),
-    case(1, 32, 256, 128),                  # d_model 4096: rows of 48 KiB
-)
+CENTRES = (case(12, 512, 64), case(16, 1024, 64))       # d_model 768 and 1024: rows of 9 KiB, and of 12, three whole pages
+WIDTHS, LENGTHS, D_MODELS = (32, 64, 128), (64, 128, 256, 512, 1024, 2048, 4096), (768, 1024, 1152, 1536, 2048, 4096)
+_ROW = 3 * 1024 * 4         # bytes of a row of Q|K|V side by side, d_model 1024, float32
 
-# The quick ones and more: widths, lengths, strides that are and are not whole pages.
-FULL = QUICK + by_both(
-    case(8, 12, 128, 64, dtype="float64"),
-    case(8, 16, 128, 64),
-    case(4, 8, 256, 128),
-    case(4, 24, 256, 32),
-    case(4, 32, 256, 32),
-    case(1, 18, 512, 64),
-    case(1, 12, 1024, 64),
-    case(1, 12, 1024, 64, causal=True),
-    case(1, 16, 1024, 64),
-    case(1, 16, 1024, 128),
-    case(1, 16, 2048, 64, causal=True),
-    case(1, 32, 512, 128, Hkv=8, causal=True),
-)
+
+def length_by_width(L: int, D: int) -> Case:
+    """A cell of the map over lengths and widths: heads of the fused projection of d_model 1024, from length 2048 on a quarter
+    of them, lest one cell take as long as all others."""
+    return case(1024 // D, L, D) if L < 2048 else case(256 // D, L, D, row=_ROW)
+
+
+def _both(shapes: Iterable[Case], **more: Any) -> list[Run]:
+    """Each case by "blas" and by "tiled", forward and backward."""
+    return [Run(replace(shape, algorithm=name), direction, **more)
+            for shape in shapes for name in ("blas", "tiled") for direction in DIRECTIONS]
+
+
+def _decode(H: int, Lk: int, D: int, **more: Any) -> Case:
+    return replace(case(H, 1, D, Lk=Lk, **more), algorithm="decode")
+
+
+def quick() -> list[Run]:
+    """A look at each factor."""
+    first, second = CENTRES
+    return [
+        *_both([case(8, 32, 64, B=32), case(12, 128, 64, B=8), first, case(12, 2048, 64), case(4, 2048, 64, row=_ROW),
+                case(8, 2048, 32, row=_ROW), replace(second, Lq=512, Lk=512, Hkv=4)]),
+        *_both([first], threads=1),
+        *_both([replace(first, causal=True), replace(first, dtype="float64")]),
+        Run(_decode(16, 2048, 64), "forward"),
+    ]
+
+
+def full() -> list[Run]:
+    """One factor at a time: the lengths and widths of heads, d_model, and around the centres the others."""
+    first, second = CENTRES
+    around = [replace(centre, **change) for centre in CENTRES
+              for change in ({"dtype": "float64"}, {"causal": True}, {"Hkv": centre.H // 4})]
+    runs = [
+        *_both(length_by_width(L, D) for D in WIDTHS for L in LENGTHS),
+        *_both(case(d // 64, 512, 64) for d in D_MODELS),
+        *_both(case(4, 2048, 64, row=3 * d * 4) for d in D_MODELS if d != 1024),
+        *_both([*around, second, case(32, 256, 128), case(12, 128, 64, B=8), case(8, 32, 64, B=32), case(12, 128, 64, Lk=1024)]),
+        *_both([case(12, L, 64) for L in (128, 512, 2048)] + [length_by_width(L, 64) for L in (128, 512, 2048)], threads=1),
+        *_both([first], cold=True),
+        *(Run(_decode(H, Lk, D, Hkv=Hkv), "forward") for H, Hkv, D in ((16, 16, 64), (16, 4, 64), (8, 8, 128))
+          for Lk in (512, 2048, 8192)),
+    ]
+    return [run for run in dict.fromkeys([*quick(), *runs])
+            if run.case.algorithm != "blas" or run.case.Lk < 4096]      # a minute for what shows at half the length

@@ -1,68 +1,47 @@
-"""The picture of the study. Readable in black and white; units on every axis. Needs matplotlib."""
+"""The pictures of the study, each kind once: readable in black and white, units on every axis. Needs matplotlib.
+
+Every function writes a PNG and takes what it draws as plain data; `found` is the results, whose command, machine, threads,
+kernels and date stand below each picture.
+"""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
-from fastmha.study.cases import DIRECTIONS
-from fastmha.study.runner import Measurement
-
-_STRIDED: dict[str, Any] = {"facecolor": "white", "hatch": "////"}
-_CONTIGUOUS: dict[str, Any] = {"facecolor": "0.45"}
-_NEITHER: dict[str, Any] = {"facecolor": "white"}
+Found = Mapping[str, Any]
 
 
-def ratio_picture(path: Path, measured: Sequence[Measurement], found: dict[str, Any]) -> None:
-    """Time of strided over contiguous for each case, forward and backward side by side, as a PNG.
-
-    Bars start at 1, where both take the same time; to the right of it contiguous is faster, to the left strided. The
-    whiskers span the quartiles over the rounds; where they lie on both sides of 1, the bar claims neither.
-    """
-    cases = list(dict.fromkeys(m.case for m in measured))
-    figure = Figure(figsize=(11, 2.4 + 0.42 * len(cases)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(DIRECTIONS), sharex=True, sharey=True)
-    low = min(1, *(m.ratio_low for m in measured))
-    high = max(1, *(m.ratio_high for m in measured))
-    margin = max(0.05, 0.06 * (high - low))
-    for panel, direction in zip(panels, DIRECTIONS, strict=True):
-        for m in measured:
-            if m.direction != direction:
-                continue
-            row = cases.index(m.case)
-            panel.barh(row, m.ratio - 1, left=1, height=0.62, edgecolor="black", linewidth=0.8,
-                       **_style(m))
-            panel.plot([m.ratio_low, m.ratio_high], [row, row], color="black", linewidth=1.6, solid_capstyle="butt",
-                       marker="|", markersize=7)
-            panel.text(1.02, row, f"{m.ratio:.2f}", transform=panel.get_yaxis_transform(), va="center", fontsize=9)
-        panel.axvline(1, color="black", linewidth=1)
-        panel.set_title(direction, fontsize=11)
-        panel.set_xlabel("time strided / time contiguous, packing included\n"
-                         "(no unit; median of the ratios within a round)")
-        panel.set_xlim(low - margin, high + margin)
-        panel.grid(axis="x", color="0.85", linewidth=0.6)
-        panel.set_axisbelow(True)
-    panels[0].set_yticks(range(len(cases)), [c.label for c in cases], fontsize=9)
-    panels[0].set_ylabel("case: B batch, H heads (query/key), L length, D head width")
-    panels[0].invert_yaxis()
-    figure.legend(title="Attention on strided heads against heads packed first", title_fontsize=12, handles=[
-        Patch(edgecolor="black", label="strided faster", **_STRIDED),
-        Patch(edgecolor="black", label="contiguous faster, packing included", **_CONTIGUOUS),
-        Patch(edgecolor="black", label="quartiles on both sides of 1", **_NEITHER),
-    ], loc="outside upper center", ncols=3, frameon=False)
-    count = found["threads"]
-    figure.supxlabel(f"{found['command']}   ·   {found['machine']['cpu']}, {count} thread{'s' * (count != 1)}, "
-                     f"{found['kernels']['isa']}   ·   fastmha {found['versions']['fastmha']}, {found['date'][:10]}",
-                     fontsize=8, color="0.3")
-    figure.savefig(path, dpi=150)
+def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, shade: str,
+              centre: float = 1.0) -> None:
+    """Maps side by side on one scale of greys around `centre`. A panel: {"title", "columns": texts, "rows": texts, "values":
+    rows of numbers or None where nothing was measured, "texts": the same with what each cell says}. `x`, `y`, `shade`: what
+    the axes and the shade mean, with units."""
+    raise NotImplementedError
 
 
-def _style(m: Measurement) -> dict[str, Any]:
-    if m.ratio_low <= 1 <= m.ratio_high:
-        return _NEITHER
-    return _CONTIGUOUS if m.ratio > 1 else _STRIDED
+def stacked_bars(path: Path, found: Found, *, title: str, bars: Sequence[Mapping[str, Any]], x: str,
+                 reference: float | None = None) -> None:
+    """Horizontal bars of parts. A bar: {"label", "parts": [{"name", "value"}, ...]}, with "low" and "high" of its whole
+    where known; an equal "group" draws bars together."""
+    raise NotImplementedError
+
+
+def bars(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str,
+         reference: float | None = None) -> None:
+    """Horizontal bars beside each other with whiskers. A panel: {"title", "rows": [{"label", "values": [{"name", "value",
+    "low", "high"}, ...]}, ...]}; bars of one name have one hatch. They start at `reference` where it is given, else at 0."""
+    raise NotImplementedError
+
+
+def lines(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, x_log2: bool = False,
+          y_log: bool = False) -> None:
+    """Lines with their spread. A panel: {"title", "series": [{"name", "x": [...], "y": [...], "low": [...], "high": [...]}]}
+    (low and high may be missing), with "reference": a horizontal line, "marks": [(x, text)] vertical ones."""
+    raise NotImplementedError
+
+
+def roofline(path: Path, found: Found, *, title: str, points: Sequence[Mapping[str, Any]]) -> None:
+    """Operations/s over operations a byte, with the roofs of found["limits"]. A point: {"group", "dtype", "intensity" in
+    FLOP/byte, "rate" in FLOP/s}; a group has one marker."""
+    raise NotImplementedError

@@ -1,0 +1,68 @@
+"""What a question of the study comes to: sentences, tables and pictures, as data; `report` and `plots` show them."""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastmha.study.trial import differs
+
+Record = Mapping[str, Any]      # what `Trial.record` returned
+Found = Mapping[str, Any]       # results.json: machine, limits, records
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells are text, the first column names its row; `note` says what the columns are, with their units."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that the function `kind` of `plots` draws from `data`, its keywords, into the file `name`.png."""
+
+    name: str
+    caption: str
+    kind: str
+    data: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`short` answers the question in a sentence or two, from these measurements; `method` says how they were made;
+    `limits` what they do not say."""
+
+    short: str
+    method: str
+    limits: str
+    tables: Sequence[Table] = ()
+    pictures: Sequence[Picture] = ()
+
+
+def of(records: Iterable[Record], **factors: Any) -> list[Record]:
+    """The records with these factors."""
+    return [r for r in records if all(r["factors"].get(name) == value for name, value in factors.items())]
+
+
+def ratio_text(ratio: Mapping[str, float]) -> str:
+    """A ratio with the half width of its interval: "0.93 ±0.02"; "=" before it where the interval holds 1."""
+    return f"{'' if differs(ratio) else '= '}{ratio['median']:.2f} ±{(ratio['high'] - ratio['low']) / 2:.2f}"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits: "1.23 ms", "45.6 µs"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= scale:
+            break
+    value = seconds / scale
+    return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(value)) if value > 0 else 0))}f} {unit}"
+
+
+def geomean(values: Iterable[float]) -> float:
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan

@@ -1,0 +1,105 @@
+"""The machine that a study ran on: names, cache sizes, and what it can do at best: products and memory."""
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy
+
+from fastmha import __version__, _core, algorithms, threads
+
+
+def cpu_name() -> str:
+    """The CPU as the system calls it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def caches() -> dict[str, int]:
+    """Bytes of the data caches that the first CPU sees, "L1d", "L2", "L3"; empty where the system does not tell."""
+    found = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+            if kind != "Instruction":
+                found[f"L{level}{'d' if kind == 'Data' else ''}"] = int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]]
+        except (OSError, KeyError, ValueError):
+            continue
+    return found
+
+
+def last_level_bytes() -> int:
+    return max(caches().values(), default=0)
+
+
+def describe(num_threads: int, command: str) -> dict[str, Any]:
+    """What a reader needs to judge a measurement, for JSON."""
+    isa, vector_bytes = _core.selected_isa()
+    return {
+        "command": command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu_name(), "cpus_usable": usable_cpus(), "caches": caches(), "system": platform.platform(),
+                    "architecture": platform.machine()},
+        "versions": {"fastmha": __version__, "python": platform.python_version(), "numpy": np.__version__,
+                     "scipy": scipy.__version__},
+        "kernels": {"isa": isa, "vector_bytes": vector_bytes, "blas_thread_setter": threads.blas_setter},
+        "threads": num_threads,
+    }
+
+
+def limits(num_threads: int, seconds: float = 1.0) -> dict[str, float]:
+    """What this machine can do at best, measured: "float32" and "float64", operations/s of the fastest product of square
+    matrices, the kernels' own or BLAS; "read", bytes/s out of a buffer larger than the last-level cache."""
+    found: dict[str, float] = {}
+    share = seconds / 3
+    for dtype in (np.float32, np.float64):
+        n = 768
+        a, b = np.ones((2, n, n), dtype)
+        out = np.empty((n, n), dtype)
+        best = min(_best(lambda blas=blas: algorithms.product(a, b, out, num_threads, blas=blas), share / 2)
+                   for blas in (False, True))
+        found[np.dtype(dtype).name] = 2 * n**3 / best
+    found["read"] = _read_speed(num_threads, share)
+    return found
+
+
+def _best(function: Callable[[], object], seconds: float) -> float:
+    function()
+    best, end = np.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - start)
+    return float(best)
+
+
+def _read_speed(num_threads: int, seconds: float) -> float:
+    """Bytes/s that so many threads read, each its own part of one buffer: the maximum of its numbers."""
+    buffer = np.ones(max(128 << 20, 4 * last_level_bytes()) // 4, np.float32)
+    parts = np.array_split(buffer, num_threads)
+
+    def read_all() -> None:
+        readers = [threading.Thread(target=part.max) for part in parts[1:]]
+        for reader in readers:
+            reader.start()
+        parts[0].max()
+        for reader in readers:
+            reader.join()
+
+    return buffer.nbytes / _best(read_all, seconds)

@@ -1,0 +1,149 @@
+"""One thing to measure: arms that do the same work, timed side by side, or a count.
+
+The arms of a trial are run in rounds, each round every arm once, in turning order, so that whatever else the machine does
+meets all of them alike. A difference between two arms is the median of the ratios within a round, with a bootstrap
+interval [1]_ of 95 %; where that interval holds 1, there is none.
+
+References
+----------
+.. [1] Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 300
+RESAMPLES, CONFIDENCE = 1000, 0.95
+
+Arms = Mapping[str, Callable[[], object]]
+
+
+class ArmsDisagreeError(RuntimeError):
+    """Two arms gave different answers: their times mean nothing."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is measured, and for how long.
+
+    Attributes
+    ----------
+    question : str
+        Name of the question that it answers.
+    label : str
+        Names the trial, once within its question.
+    factors : dict
+        What is varied and what is held, plain values for JSON.
+    measure : callable
+        Called with seconds to spend, returns what was found, plain values for JSON: see `timed`.
+    seconds : float
+        Planned, all in all.
+    flops : int
+        Planned operations of every arm once; 0 where nothing is computed.
+    """
+
+    question: str
+    label: str
+    factors: dict[str, Any]
+    measure: Callable[[float], dict[str, Any]] = field(repr=False, compare=False)
+    seconds: float
+    flops: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """Measure; the trial and what was found, for JSON."""
+        return {"question": self.question, "label": self.label, "factors": self.factors, **self.measure(self.seconds)}
+
+
+def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, cold: bool = False,
+          **more: Any) -> Callable[[float], dict[str, Any]]:
+    """The `measure` of a trial that times arms.
+
+    Parameters
+    ----------
+    prepare : callable
+        Makes operands and returns the arms by name, once their answers have been compared: raises `ArmsDisagreeError`.
+    ratios : pairs of names
+        Arms to compare: time of the first over time of the second.
+    cold : bool
+        Write through a buffer larger than the last-level cache before each call, so that operands come from memory.
+    more : values for JSON
+        Such as flops and bytes of one call; copied into the findings.
+
+    Returns
+    -------
+    callable
+        seconds -> {"rounds", "arms": {name: {"best", "median", "low", "high"}} in seconds, "ratios": {"a/b": {"median",
+        "low", "high"}}, **more}; low and high are the ends of the interval of the median.
+    """
+    def measure(seconds: float) -> dict[str, Any]:
+        arms = prepare()
+        for function in arms.values():      # memory, pool and caches as in every later call
+            function()
+        times = interleave(arms, seconds, flush if cold else None)
+        return {"rounds": len(next(iter(times.values()))), **more,
+                "arms": {name: {"best": float(t.min()), **interval(t)} for name, t in times.items()},
+                "ratios": {f"{a}/{b}": interval(times[a] / times[b]) for a, b in ratios}}
+
+    return measure
+
+
+def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None) -> dict[str, np.ndarray]:
+    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up. `before` is called
+    before each, untimed."""
+    names = list(arms)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    end = time.perf_counter() + seconds
+    for number in range(MOST_ROUNDS):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            if before is not None:
+                before()
+            start = time.perf_counter()
+            arms[name]()
+            times[name].append(time.perf_counter() - start)
+        if number + 1 >= LEAST_ROUNDS and time.perf_counter() >= end:
+            break
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def interval(values: np.ndarray) -> dict[str, float]:
+    """The median of values and the ends of its bootstrap interval, by percentiles; the same for the same values."""
+    generator = np.random.default_rng(len(values))
+    medians = np.median(generator.choice(values, (RESAMPLES, len(values))), axis=1)
+    low, high = np.quantile(medians, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)).tolist()
+    return {"median": float(np.median(values)), "low": low, "high": high}
+
+
+def differs(ratio: Mapping[str, float]) -> bool:
+    """Whether an interval of a ratio leaves out 1."""
+    return not ratio["low"] <= 1 <= ratio["high"]
+
+
+_large: list[np.ndarray] = []
+
+
+def flush() -> None:
+    """Write through 64 MiB, or twice the last-level cache where the system tells its size: nothing else is cached then."""
+    if not _large:
+        from fastmha.study import machine
+
+        _large.append(np.zeros(max(64 << 20, 2 * machine.last_level_bytes()), np.uint8))
+    _large[0] += 1
+
+
+def agree(label: str, answers: Mapping[str, Mapping[str, np.ndarray]], tolerance: float) -> None:
+    """Raise `ArmsDisagreeError` unless all arms gave the answers of the first: each array within tolerance of its largest
+    element. `answers` is arm -> name of the array -> array."""
+    first, *others = answers
+    for name, expected in answers[first].items():
+        allowed = tolerance * float(np.abs(expected).max(initial=0))
+        for arm in others:
+            difference = float(np.abs(expected - answers[arm][name]).max(initial=0))
+            if not difference <= allowed:       # also where either is NaN
+                raise ArmsDisagreeError(f"{label}: {name} of the arms {first} and {arm} differ by {difference:.1e}, more than "
+                                        f"{allowed:.1e}")
