@@ -729,6 +729,7 @@ ctypedef struct Product:
     const fmha_kernels *kernels
     bint is_double, trans_a, trans_b
     ptrdiff_t m, n, k, itemsize, slice_rows, slice_cols, col_slices
+    ptrdiff_t batch_slices      # items of a batch row where c is heads (B, heads, L, width), 0 where it is a matrix
     fmha_array a, b, c
     char *bias
     char *packed                # b as gemm_pack leaves it, or NULL
@@ -738,13 +739,19 @@ ctypedef struct Product:
 
 
 cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
-    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c (+ bias)."""
+    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c (+ bias).
+
+    Where c is heads, a slice of columns is a head, and slices of rows end with a batch row of m rows."""
     cdef Product *s = <Product *>context
-    cdef ptrdiff_t i0 = item // s.col_slices * s.slice_rows, j0 = item % s.col_slices * s.slice_cols
+    cdef ptrdiff_t batch = item // s.batch_slices if s.batch_slices else 0, head = item % s.col_slices
+    cdef ptrdiff_t i0 = (item - batch * s.batch_slices) // s.col_slices * s.slice_rows, j0 = head * s.slice_cols
     cdef ptrdiff_t rows = min(s.slice_rows, s.m - i0), cols = min(s.slice_cols, s.n - j0), size = s.itemsize
     cdef ptrdiff_t lda = leading(&s.a, s.m if s.trans_a else s.k), ldb = leading(&s.b, s.k if s.trans_b else s.n)
-    cdef ptrdiff_t ldc = leading(&s.c, s.n)
+    cdef ptrdiff_t ldc = leading(&s.c, s.slice_cols if s.batch_slices else s.n)
     cdef char *c = s.c.data + (i0 * ldc + j0) * size
+    if s.batch_slices:
+        c = s.c.data + (batch * s.c.stride[0] + head * s.c.stride[1] + i0 * ldc) * size
+        i0 += batch * s.m
     if s.scratch != NULL:
         s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
                        s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, c, ldc,
@@ -769,9 +776,13 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
     s.k = shape[2] if trans_a else shape[3]
     read_array(b, &s.b, NULL, s.itemsize, False)
     read_array(c, &s.c, shape, s.itemsize, True)
-    s.m, s.n = shape[2], shape[3]
     s.bias = pointer(bias, False) if bias is not None else NULL
+    s.m, s.n, s.batch_slices = shape[2], shape[3], 0
     s.slice_rows, s.slice_cols = slices
+    if c.ndim == 4:
+        s.n, s.col_slices = shape[1] * s.slice_cols, shape[1]
+        s.batch_slices = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+        return shape[0] * s.batch_slices
     s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
     return (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
 
@@ -779,7 +790,8 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
 def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias, slices, int threads):
     """c := alpha * op(a) @ op(b) + beta * c (+ bias) by BLAS, matrices with unit last stride and row strides that it takes.
 
-    `slices`: (rows, columns) of c in one item of the pool.
+    `slices`: (rows, columns) of c in one item of the pool. c may be heads (B, heads, L, width) with contiguous rows, for
+    (B · L, heads · width) rows and columns: slices are then (rows, width).
     """
     cdef Product s
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)

@@ -11,6 +11,8 @@ from fastmha._core import Problem
 from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_whole_heads
 
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
+_HEAD_ROWS = 256                # of a slice of a product that is written by heads
+_PANEL_COLUMNS = 64             # a multiple of the columns of a panel of `packed_weights`, for every instruction set
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
@@ -31,15 +33,6 @@ def packed(threads: int, *heads: np.ndarray) -> list[np.ndarray]:
         if copy.size:
             _core.pack_heads(x, copy, threads)
     return [np.broadcast_to(copy, x.shape) for copy, x in zip(copies, heads)]
-
-
-def contiguous(problem: Problem, threads: int, *, queries: bool = False) -> Problem:
-    """The problem with its key and value heads packed, each contiguous; with `queries` the query heads too.
-
-    Forward, queries need no packing: the kernels read each once, into a block of their own."""
-    if queries:
-        return problem.with_heads(*packed(threads, problem.q, problem.k, problem.v))
-    return problem.with_heads(problem.q, *packed(threads, problem.k, problem.v))
 
 
 def _for_blas(problem: Problem, threads: int) -> Problem:
@@ -97,9 +90,15 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
             bias: np.ndarray | None = None, blas: bool = False, packed: np.ndarray | None = None) -> None:
     """out := op(a) @ op(b) (+ bias): matrices with unit last stride, in slices on the pool; by BLAS, or by the kernels' own
-    product where `product_by_blas` says that is no slower; `packed`: b from `packed_weights`."""
-    m, n = out.shape
-    slices = (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
+    product where `product_by_blas` says that is no slower; `packed`: b from `packed_weights`. out is a matrix, or the heads
+    (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
+    if out.ndim == 4:
+        m, slices = len(a), (max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3])
+        if out.shape[3] % _PANEL_COLUMNS:
+            packed = None
+    else:
+        m, n = out.shape
+        slices = (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
     if blas or product_by_blas(m):
         _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:

@@ -14,7 +14,7 @@ context stands for keys and values that were projected before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
 from fastmha.cache import KVCache
 from fastmha.cached import Step, as_taken
-from fastmha.plan import choose, choose_layout, product_by_blas
+from fastmha.plan import Plan, choose, choose_layout, make_plan, product_by_blas
 
 _AXES = "(B, L, d_model)"
 
@@ -61,9 +61,8 @@ class _Kept:
 
     X: np.ndarray                       # (B, L, d_model)
     context: np.ndarray | None          # (B, Lk, d_model)
-    problem: Problem                    # its q, k, v are views of projected, or packed copies of k and v:
-    contiguous: bool
-    projected: tuple[np.ndarray, ...]   # (Q|K|V,), or with a context (Q, K|V)
+    problem: Problem                    # its q, k, v are views of projected
+    projected: tuple[np.ndarray, ...]   # (Q|K|V,), or with a context (Q, K|V): (B, L, columns), or heads (B, heads, L, D)
     concat: np.ndarray                  # (B, L, H·Dv)
     lse: np.ndarray                     # (B, H, L)
     weights: np.ndarray | None
@@ -216,9 +215,32 @@ class AttentionModule:
             raise ValueError(f"{name} has width {x.shape[2]} on axis 2 but the module has d_model {self.d_model}")
         return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, None, ("C", "A"))
 
-    def _contiguous(self, problem: Problem, algorithm: str) -> bool:
-        """Whether heads are packed first, each contiguous."""
-        return self.layout == "contiguous" or (self.layout == "auto" and choose_layout(problem, algorithm)[0] == "contiguous")
+    def _layout(self, L: int) -> tuple[str, str]:
+        """The layout of heads that are projected from L tokens a batch row, and why."""
+        if self._Dv != self._D:
+            return "strided", "heads of two widths lie side by side"
+        if self.layout != "auto":
+            return self.layout, "named by the caller"
+        return choose_layout(L, self._D * self.dtype.itemsize, self.algorithm == "blas" or product_by_blas(2))
+
+    def _buffer(self, B: int, L: int, columns: int) -> np.ndarray:
+        """For the projection of (B, L) rows: (B, L, columns), or contiguous heads (B, heads, L, D)."""
+        by_head = self._layout(L)[0] == "contiguous"
+        return np.empty((B, columns // self._D, L, self._D) if by_head else (B, L, columns), self.dtype)
+
+    def _make_plan(self, batch_size: Any, seq_len: Any, seq_len_k: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
+                   window: Any, softcap: Any, backward: Any, num_threads: Any) -> Plan:
+        B, L = validate.size("batch_size", batch_size), validate.size("seq_len", seq_len)
+        q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
+        if seq_len_k is None:
+            projected: tuple[np.ndarray, ...] = (self._buffer(B, L, v_end),)
+        else:
+            projected = self._buffer(B, L, q_end), self._buffer(B, validate.size("seq_len_k", seq_len_k), v_end - q_end)
+        q, k, v = self._heads(projected)
+        problem = validate.attention_problem(q, k, v, "BHLD", None, is_causal, offset, key_padding_lengths, window, None, softcap)
+        backward = validate.flag("backward", backward)
+        return make_plan(problem, "auto" if backward and self.algorithm == "decode" else self.algorithm,
+                         threads.resolve(num_threads), backward, self._layout(L if seq_len_k is None else int(seq_len_k))[1])
 
     def _forward(self, X: Any, context: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any, window: Any,
                  softcap: Any, need_weights: Any, training: Any, num_threads: Any, cache: Any = None,
@@ -241,19 +263,19 @@ class AttentionModule:
         # projected is allocated first, so that everything about the call is checked before anything is computed
         q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
         if stored is not None:
-            projected: tuple[np.ndarray, ...] = (np.empty((B, L, q_end), self.dtype),)
-            q = _split(projected[0], self._H)
+            projected: tuple[np.ndarray, ...] = (self._buffer(B, L, q_end),)
+            q = projected[0] if projected[0].ndim == 4 else _split(projected[0], self._H)
             k, v, key_padding_lengths = self._stored("context", stored, B, key_padding_lengths)
         else:
             if C is None:
-                projected = (np.empty((B, L, v_end), self.dtype),)
+                projected = (self._buffer(B, L, v_end),)
             else:
-                projected = np.empty((B, L, q_end), self.dtype), np.empty((B, C.shape[1], v_end - q_end), self.dtype)
+                projected = self._buffer(B, L, q_end), self._buffer(B, C.shape[1], v_end - q_end)
             q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset, key_padding_lengths, window, None,
                                              softcap)
         name, _ = choose(problem, self.algorithm, weights=need_weights)
-        self._project(X, slice(0, projected[0].shape[2]), projected[0], workers)
+        self._project(X, slice(0, v_end if C is None and stored is None else q_end), projected[0], workers)
         if C is not None:
             self._project(C, slice(q_end, v_end), projected[1], workers)
         positions = None
@@ -263,14 +285,11 @@ class AttentionModule:
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
         lse = np.empty((B, self._H, L), self.dtype) if training else None
         weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
-        contiguous = self._contiguous(problem, name)
-        if contiguous:
-            problem = algorithms.contiguous(problem, workers)
         algorithms.forward(name, problem, _split(concat, self._H), lse, weights, workers)
         out = self._project_out(concat, workers)
         if training and lse is not None:
             self._kept = (_CONTEXT_KEEPS_NOTHING if stored is not None else
-                          _Kept(X, C, problem, contiguous, projected, concat, lse, weights, transform_qk, positions))
+                          _Kept(X, C, problem, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
 
     def _forward_cached(self, X: np.ndarray, cache: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
@@ -296,10 +315,11 @@ class AttentionModule:
         return (out, weights) if need_weights else out
 
     def _project(self, x: np.ndarray, columns: slice, out: np.ndarray, workers: int) -> None:
-        """out (B, L, columns) <- x (B, L, d_model) @ W[:, columns] + b[columns] of the fused input projection."""
-        bias = None if self._b_in is None else self._b_in[columns]
-        packed = self._packed[0] if self._packed is not None and out.shape[2] == self._W_in.shape[1] else None
-        algorithms.product(_rows(x), self._W_in[:, columns], _rows(out), workers, bias=bias, blas=self.algorithm == "blas",
+        """out (B, L, columns), or as heads (B, heads, L, D), <- x (B, L, d_model) @ W[:, columns] + b[columns] of the fused input
+        projection."""
+        W, bias = self._W_in[:, columns], None if self._b_in is None else self._b_in[columns]
+        packed = self._packed[0] if self._packed is not None and W.shape == self._W_in.shape else None
+        algorithms.product(_rows(x), W, out if out.ndim == 4 else _rows(out), workers, bias=bias, blas=self.algorithm == "blas",
                            packed=packed)
 
     def _project_out(self, concat: np.ndarray, workers: int) -> np.ndarray:
@@ -342,11 +362,13 @@ class AttentionModule:
         cache.append(_split(projected[:, :, :k_end], self._Hkv), _split(projected[:, :, k_end:], self._Hkv))
         return cache
 
-    def _heads(self, projected: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _heads(self, projected: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """q (B, H, L, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv): views of the projections."""
-        if len(projected) == 1 and self._Dv == self._D:
-            heads = _split(projected[0], self._H + 2 * self._Hkv)
-            return heads[:, :self._H], heads[:, self._H:self._H + self._Hkv], heads[:, self._H + self._Hkv:]
+        if self._Dv == self._D:
+            by_head = [p if p.ndim == 4 else _split(p, p.shape[2] // self._D) for p in projected]
+            start = self._H if len(projected) == 1 else 0
+            KV = by_head[-1]
+            return by_head[0][:, :self._H], KV[:, start:start + self._Hkv], KV[:, start + self._Hkv:]
         Q, KV = projected[0], projected[-1]
         q_end = self._columns["Q"].stop
         start = q_end if len(projected) == 1 else 0
@@ -412,16 +434,19 @@ class AttentionModule:
         workers = threads.resolve(num_threads)
         grads, blas = self._gradient_buffers(), self.algorithm == "blas"
         name, _ = choose(kept.problem, "auto" if self.algorithm == "decode" else self.algorithm, backward=True)
-        # grad_concat (B, L, H·Dv) <- grad_output @ W_O.T
-        grad_concat = np.empty(kept.concat.shape, self.dtype)
-        algorithms.product(_rows(g), self._W_out, _rows(grad_concat), workers, trans_b=True, blas=blas)
-        grad_projected = tuple(np.empty(p.shape, self.dtype) for p in kept.projected)
+        # grad_concat (B, L, H·Dv), by head where q, k, v are, <- grad_output @ W_O.T
+        contiguous = kept.projected[0].ndim == 4
+        grad_concat = np.empty((B, self._H, L, self._Dv) if contiguous else kept.concat.shape, self.dtype)
+        algorithms.product(_rows(g), self._W_out, grad_concat if contiguous else _rows(grad_concat), workers, trans_b=True,
+                           blas=blas)
+        # the gradients of the projections lie side by side whatever the layout: two products over their columns follow
+        q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
+        grad_projected = [np.empty((B, L, v_end if kept.context is None else q_end), self.dtype)]
+        if kept.context is not None:
+            grad_projected.append(np.empty((B, kept.context.shape[1], v_end - q_end), self.dtype))
         grad_q, grad_k, grad_v = self._heads(grad_projected)
-        problem, grad_out = kept.problem, _split(grad_concat, self._H)
-        if kept.contiguous:     # k and v are since the forward
-            q, grad_out = algorithms.packed(workers, problem.q, grad_out)
-            problem = problem.with_heads(q, problem.k, problem.v)
-        algorithms.backward(name, problem, _split(kept.concat, self._H), kept.lse, grad_out, grad_q, grad_k, grad_v, workers)
+        algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse,
+                            grad_concat if contiguous else _split(grad_concat, self._H), grad_q, grad_k, grad_v, workers)
         if kept.transform_qk is not None and kept.positions is not None:
             _transform(kept.transform_qk, grad_q, grad_k, kept.positions, backward=True)
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
@@ -431,7 +456,6 @@ class AttentionModule:
             self._input_gradients(kept.X, grad_projected[0], slice(None), grad_X, workers)
             self.grad_context = None
         else:
-            q_end = self._columns["Q"].stop
             self._input_gradients(kept.X, grad_projected[0], slice(0, q_end), grad_X, workers)
             self.grad_context = np.empty(kept.context.shape, self.dtype)
             self._input_gradients(kept.context, grad_projected[1], slice(q_end, None), self.grad_context, workers)

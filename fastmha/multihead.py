@@ -9,7 +9,7 @@ import numpy as np
 from fastmha import validate
 from fastmha.cache import KVCache
 from fastmha.module import AttentionModule
-from fastmha.plan import ALGORITHMS
+from fastmha.plan import ALGORITHMS, Plan
 
 LAYOUTS = ("strided", "contiguous", "auto")
 
@@ -30,8 +30,9 @@ class MultiHeadAttention(AttentionModule):
     dtype : float32 or float64
         Of parameters and computation; inputs of other real dtypes are cast.
     layout : {"strided", "contiguous", "auto"}
-        "strided": attention reads the heads where the fused projection wrote them. "contiguous": heads are packed first,
-        each contiguous. Same results to rounding. "auto" chooses; at present always "strided".
+        How projections write heads. "strided": side by side in rows, (B, L, heads · D). "contiguous": by head, (B, heads, L,
+        D), by a product for each. Same results to rounding and the same memory; attention reads them where they lie. "auto"
+        chooses by length and width: see `plan`.
     algorithm : {"auto", "blas", "tiled", "decode"}
         As in `fastmha.attention`; with "blas" the projections go through BLAS too.
     rng : int, numpy.random.Generator or None
@@ -162,6 +163,39 @@ class MultiHeadAttention(AttentionModule):
         """
         return self._forward(X, context, mask, is_causal, offset, key_padding_lengths, window, softcap, need_weights, training,
                              num_threads, cache, transform_qk)
+
+    def plan(self, batch_size: int, seq_len: int, *, seq_len_k: int | None = None, is_causal: bool = False,
+             offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
+             window: tuple[int | None, int | None] | None = None, softcap: float | None = None, backward: bool = False,
+             num_threads: int | None = None) -> Plan:
+        """What the attention of a `forward` on (batch_size, seq_len, d_model) would do; `print` it for a receipt.
+
+        Parameters
+        ----------
+        batch_size, seq_len : int
+            B and L.
+        seq_len_k : int, optional
+            Lk of a context. Default: no context.
+        backward : bool
+            Plan the forward and the backward pass together.
+        is_causal, offset, key_padding_lengths, window, softcap, num_threads
+            As in `forward`.
+
+        Returns
+        -------
+        Plan
+            Its layout is the one that the projections write, or that of the keys and values where a context's differs from
+            the queries'. Projections are not part of the plan.
+
+        Examples
+        --------
+        >>> import fastmha
+        >>> m = fastmha.MultiHeadAttention(768, 12, rng=0)
+        >>> m.plan(1, 1024).layout, m.plan(32, 16).layout
+        ('contiguous', 'strided')
+        """
+        return self._make_plan(batch_size, seq_len, seq_len_k, is_causal, offset, key_padding_lengths, window, softcap, backward,
+                               num_threads)
 
     def project_context(self, C: np.ndarray, *, num_threads: int | None = None) -> KVCache:
         """Project the keys and values of a context once, for many calls of ``forward(X, context=...)``.

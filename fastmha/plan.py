@@ -19,6 +19,7 @@ _MINIMUM_ROWS = 8
 _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS = _core.tile_sizes()
 _DECODE_ROWS = 8                    # query rows a key/value head up to which "auto" decodes
 DECODE_ROWS_MAX = 64
+_LAYOUT_ROWS, _LAYOUT_BYTES = 256, 128      # of a head from where on "auto" has projections write it contiguous
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Plan:
         Bytes of q, k, v (and their like) that are copied before the kernels run.
     scratch_bytes : int
         Scratch memory of all threads.
+    layout : str
+        "contiguous" where the rows of each head of q, k and v follow each other without a gap, else "strided"; `layout_reason`
+        says why it is so.
     balance : float
         Predicted share of `threads` that is kept busy, in (0, 1]: total work over threads times the makespan of the
         items handed out in order.
@@ -60,12 +64,15 @@ class Plan:
     balance: float
     backward: bool = False
     shapes: str = field(default="", repr=False)
+    layout: str = "strided"
+    layout_reason: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         lines = [
             f"fastmha plan: {'forward + backward' if self.backward else 'forward'}, {self.shapes}",
             f"  algorithm   {self.algorithm}: {self.reasons[self.algorithm]}",
             *(f"  not {name:<7} {why}" for name, why in self.reasons.items() if name != self.algorithm),
+            f"  layout      {self.layout}: {self.layout_reason}",
             f"  kernels     {self.isa}, {self.threads} thread{'s' * (self.threads != 1)}, balance {self.balance:.0%}",
             f"  tile        {self.tile[0]} queries x {self.tile[1]} keys",
             f"  work        {self.flops / 1e9:.3g} GFLOP",
@@ -117,9 +124,19 @@ def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: boo
     return name, reasons
 
 
-def choose_layout(problem: Problem, algorithm: str) -> tuple[str, str]:
-    """"strided" or "contiguous": whether the key and value heads of a problem are read where they lie, or packed first, and why."""
-    return "strided", "heads are read where they lie"
+def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
+    """How a projection of L tokens a batch row should lay out heads of so many bytes a token, and why.
+
+    "strided": side by side in rows (B, L, heads · D). "contiguous": by head, (B, heads, L, D), each by a product of its own.
+    Neither changes what is computed, nor how much memory it takes. The measurements behind the rule: docs/layouts.md.
+    """
+    if by_blas:
+        return "strided", "BLAS makes the projection, which costs it more by head than contiguous heads give back"
+    if L < _LAYOUT_ROWS:
+        return "strided", f"{L} tokens a batch row, below {_LAYOUT_ROWS}: a product for each head would be small"
+    if head_bytes < _LAYOUT_BYTES:
+        return "strided", f"{head_bytes} bytes a token and head, below {_LAYOUT_BYTES}: a product for each head would be narrow"
+    return "contiguous", "a product for each head costs no more than one for all, and the kernels read heads from end to end"
 
 
 def tiled_whole_heads(problem: Problem, threads: int) -> int:
@@ -202,7 +219,13 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     return [5 * heads[:whole], np.repeat(4 * heads[whole:] / max(1, tiles), tiles), 3 * per_block[whole:].ravel()]
 
 
-def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) -> Plan:
+def is_contiguous(x: np.ndarray) -> bool:
+    """Whether the rows of each head of x (B, H, L, width) follow each other without a gap."""
+    return x.shape[2] <= 1 or x.strides[2] == x.shape[3] * x.itemsize
+
+
+def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool,
+              layout_reason: str = "heads are read where they lie") -> Plan:
     """The plan of a call; see `Plan`. With `backward` the balance and the scratch are those of the backward pass."""
     name, reasons = choose(problem, algorithm, backward)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
@@ -226,4 +249,6 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool) ->
         bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{problem.dtype} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
+        layout="contiguous" if all(map(is_contiguous, (problem.q, problem.k, problem.v))) else "strided",
+        layout_reason=layout_reason,
     )

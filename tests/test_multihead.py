@@ -10,6 +10,7 @@ import pytest
 
 import fastmha
 from fastmha import reference
+from fastmha.plan import choose_layout, product_by_blas
 
 D_MODEL, HEADS = 24, 4
 ALL = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
@@ -334,21 +335,62 @@ def test_lengths_that_take_several_blocks_equal_the_reference(batch, length):
     assert_same_as_reference(m, normal(batch, length, 48), is_causal=True, num_threads=2)
 
 
-@pytest.mark.parametrize(("layout", "packs"), [("strided", False), ("contiguous", True)])
-def test_only_the_contiguous_layout_copies_heads(monkeypatch, layout, packs):
-    copied, pack_heads = [], fastmha._core.pack_heads
+def gap(x):
+    """Items between the end of a row of a head (B, heads, L, width) and the next row."""
+    return x.strides[2] // x.itemsize - x.shape[3]
 
-    def counted(x, out, threads):
-        assert out.flags.c_contiguous
-        copied.append(x.shape)
-        pack_heads(x, out, threads)
 
-    monkeypatch.setattr(fastmha._core, "pack_heads", counted)
-    m, X = module(num_kv_heads=2, layout=layout), normal(2, 5, D_MODEL)
-    m.forward(X)
-    assert copied == ([(2, 4, 5, 6), (2, 2, 5, 6), (2, 2, 5, 6)] if packs else [])
-    m.backward(X)
-    assert bool(copied[3:]) is packs
+@pytest.mark.parametrize("layout", ["strided", "contiguous"])
+def test_projections_write_heads_in_the_layout_and_no_layout_copies_them(monkeypatch, layout):
+    monkeypatch.setattr(fastmha._core, "pack_heads", lambda *a: pytest.fail("heads were copied"))
+    for context in (None, normal(2, LK, D_MODEL, seed=2)):
+        m, X = module(num_kv_heads=2, layout=layout), normal(2, 5, D_MODEL)
+        m.forward(X, context=context)
+        q, k, v = (m.intermediates[name] for name in "QKV")
+        if layout == "contiguous":
+            assert gap(q) == gap(k) == gap(v) == 0
+        else:
+            assert gap(q) == (7 if context is None else 3) * q.shape[3]
+            assert gap(k) == gap(v) == (7 if context is None else 3) * k.shape[3]
+        m.backward(X)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "blas"])
+@pytest.mark.parametrize(("d_model", "heads"), [(512, 8), (512, 4), (256, 8), (96, 3)])
+def test_auto_layout_is_the_rule_of_the_plan(d_model, heads, algorithm):
+    m = module(d_model, heads, algorithm=algorithm)
+    for L in (2, 255, 256, 300):
+        m.forward(normal(1, L, d_model))
+        by_blas = algorithm == "blas" or product_by_blas(2)
+        layout, why = choose_layout(L, d_model // heads * m.dtype.itemsize, by_blas)
+        assert all((gap(m.intermediates[name]) == 0) is (layout == "contiguous") for name in "QKV")
+        found = m.plan(1, L)
+        assert (found.layout, found.layout_reason) == (layout, why)
+        assert f"layout      {layout}: {why}" in str(found)
+
+
+def test_layouts_give_the_same_bits_where_the_kernels_multiply():
+    if product_by_blas(2):
+        pytest.skip("BLAS multiplies here, and sums in an order that depends on the sizes")
+    X, results = normal(3, 300, 128), []
+    for layout in ("strided", "contiguous"):
+        m = module(128, 4, num_kv_heads=2, use_bias=True, layout=layout)
+        out = m.forward(X, is_causal=True)
+        results.append([out, m.backward(X), *m.gradients().values()])
+    for strided, contiguous in zip(*results, strict=True):
+        np.testing.assert_array_equal(strided, contiguous)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("d_model", "heads"), [(256, 4), (256, 8), (192, 2), (40, 5), (21, 3)])
+@pytest.mark.parametrize("shape", [(1, 300), (3, 257), (2, 17), (5, 1)])
+def test_heads_written_by_the_projection_equal_the_reference(shape, d_model, heads, frozen):
+    m = module(d_model, heads, use_bias=True, layout="contiguous")
+    X = normal(*shape, d_model)
+    expected = module(d_model, heads, use_bias=True, layout="strided").forward(X)
+    if frozen:
+        m.freeze()
+    np.testing.assert_allclose(m.forward(X, training=False, num_threads=2), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "blas"])

@@ -8,7 +8,7 @@ from conftest import draw, dtypes
 
 import fastmha
 from fastmha import _core, reference
-from fastmha.plan import ALGORITHMS, makespan
+from fastmha.plan import ALGORITHMS, choose_layout, makespan
 
 NAMES = set(ALGORITHMS) - {"auto"}
 # (B, H, L, D) of the measured grid.
@@ -51,7 +51,9 @@ def test_the_choice_looks_at_no_values(isa, dtype, Lq, rng):
     arrays = draw(rng, 2, 2, 2, Lq, 70, 8, 8, dtype)[:3]
     wanted = fastmha.plan(*arrays, num_threads=3)
     for value in (0, 1e30, np.nan, np.inf):
-        assert fastmha.plan(*(np.full_like(x, value) for x in arrays), num_threads=3) == wanted
+        for x in arrays:
+            x[...] = value
+        assert fastmha.plan(*arrays, num_threads=3) == wanted
     for mask in (np.zeros((Lq, 70), bool), np.ones((Lq, 70), bool)):
         assert fastmha.plan(*arrays, mask=mask, num_threads=3).algorithm == wanted.algorithm
 
@@ -199,3 +201,22 @@ def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a
             if made.balance < 1 / 1.1:
                 uneven[threads] = round(made.balance, 3)
     assert uneven == {}
+
+
+def test_the_layout_of_a_projection_is_a_rule_of_lengths_and_widths():
+    assert choose_layout(256, 128, False)[0] == choose_layout(4096, 512, False)[0] == "contiguous"
+    for L, head_bytes, by_blas, why in ((255, 512, False, "255 tokens a batch row, below 256"),
+                                        (4096, 64, False, "64 bytes a token and head, below 128"),
+                                        (4096, 512, True, "BLAS makes the projection")):
+        layout, reason = choose_layout(L, head_bytes, by_blas)
+        assert layout == "strided"
+        assert reason.startswith(why)
+
+
+def test_the_receipt_says_how_heads_lie():
+    rows = np.zeros((1, 70, 3, 4, 16), np.float32)
+    strided = [rows[:, :, i].swapaxes(1, 2) for i in range(3)]
+    for heads, layout in ((strided, "strided"), ([x.copy() for x in strided], "contiguous"), ([strided[0].copy(), *strided[1:]], "strided")):
+        found = fastmha.plan(*heads)
+        assert found.layout == layout
+        assert f"  layout      {layout}: heads are read where they lie\n" in str(found)

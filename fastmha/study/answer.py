@@ -56,13 +56,18 @@ def ratio_text(ratio: Mapping[str, float]) -> str:
 
 def time_text(seconds: float) -> str:
     """Three digits: "1.23 ms", "45.6 µs"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            break
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if seconds >= s), ("µs", 1e-6))
     value = seconds / scale
-    return f"{value:.{max(0, 2 - max(0, math.floor(math.log10(value)) if value > 0 else 0))}f} {unit}"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{digits}f} {unit}"
 
 
 def geomean(values: Iterable[float]) -> float:
     logs = [math.log(v) for v in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def spread(name: str, x: Sequence[Any], intervals: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """A line for `plots.lines`: the medians of intervals over x, and their ends."""
+    return {"name": name, "x": list(x), **{key: [i[end] for i in intervals] for key, end in (
+        ("y", "median"), ("low", "low"), ("high", "high"))}}

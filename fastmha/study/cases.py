@@ -160,3 +160,40 @@ def full() -> list[Run]:
     ]
     return [run for run in dict.fromkeys([*quick(), *runs])
             if run.case.algorithm != "blas" or run.case.Lk < 4096]      # a minute for what shows at half the length
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A `MultiHeadAttention` on B sequences of L tokens; Hkv 0: as many key/value heads as query heads."""
+
+    B: int
+    L: int
+    d_model: int
+    H: int
+    Hkv: int = 0
+    dtype: str = "float32"
+    causal: bool = False
+
+    @property
+    def label(self) -> str:
+        heads = f"H{self.H}" + (f"/{self.Hkv}" if self.Hkv else "")
+        kind = f"f{8 * np.dtype(self.dtype).itemsize}" + " causal" * self.causal
+        return f"B{self.B} L{self.L} d{self.d_model} {heads} D{self.D} {kind}"
+
+    @property
+    def D(self) -> int:
+        return self.d_model // self.H
+
+
+QUICK_LAYERS = (Layer(32, 16, 512, 8), Layer(1, 256, 768, 12), Layer(1, 512, 1024, 16), Layer(1, 1024, 768, 12),
+                Layer(1, 1024, 1024, 32), Layer(1, 1024, 512, 64))
+LAYERS = (
+    *QUICK_LAYERS,
+    *(Layer(1, L, 1024, 1024 // D) for D in WIDTHS for L in (64, 128, 256, 512, 1024, 2048)),
+    *(Layer(1, L, 768, 12) for L in (64, 128, 192, 512, 2048)),
+    *(Layer(B, L, 512, 8) for B, L in ((32, 32), (16, 64), (8, 128), (8, 256), (4, 300), (4, 512))),
+    *(Layer(1, 512, d, d // 64) for d in (1152, 1536, 2048)),
+    *(Layer(1, 512, 512, 512 // D) for D in (8, 16)),
+    *(Layer(1, L, 1024, 16, dtype="float64") for L in (128, 512, 1024)),
+    Layer(1, 1024, 1024, 16, 4), Layer(1, 1024, 1024, 16, causal=True),
+)

@@ -4,9 +4,10 @@ The operands lie as a fused projection writes them: q, k, v are views of one buf
 into the merged (B, L, H·D) buffer, the gradients into one buffer like the first. The arms, on the same data:
 
     strided     the kernels on the heads where they lie
-    contiguous  heads packed by the library's blocked copy, then the same kernels: a module with ``layout="contiguous"``.
-                Forward k and v (queries are read once, into a block of the kernel), backward q and grad_out too
-    packed      the same kernels on heads packed before the clock starts: what contiguous would cost if packing were free
+    contiguous  heads packed by the library's blocked copy, then the same kernels: forward k and v (queries are read once,
+                into a block of the kernel), backward q and grad_out too
+    packed      the same kernels on heads packed before the clock starts: what contiguous would cost if packing were free,
+                as it is where the projection writes each head contiguous in the first place
     pack        those copies alone, with the allocation of their memory, which "contiguous" has as well
 """
 from __future__ import annotations
@@ -19,8 +20,9 @@ import numpy as np
 
 from fastmha import algorithms, validate
 from fastmha.study import cases
-from fastmha.study.cases import Case, Run
-from fastmha.study.trial import Arms, Trial, agree, timed
+from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text
+from fastmha.study.cases import DIRECTIONS, Case, Run
+from fastmha.study.trial import Arms, Trial, agree, differs, timed
 
 NAME = "heads"
 TITLE = "Strided or contiguous heads"
@@ -84,13 +86,13 @@ def _heads(case: Case, length: int, heads: Sequence[int], generator: np.random.G
     return [split[:, :, start:end].transpose(0, 2, 1, 3) for start, end in pairwise(ends)]
 
 
-def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Callable[[], None]]:
+def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Callable[[], object]]:
     """What is timed, by name; each call computes the whole case and writes into the results of `operands`."""
     o, name = operands, operands.case.algorithm
 
     def pack() -> tuple:
         if direction == "forward":
-            return algorithms.contiguous(o.problem, num_threads), o.grad_out
+            return o.problem.with_heads(o.q, *algorithms.packed(num_threads, o.k, o.v)), o.grad_out
         q, k, v, grad_out = algorithms.packed(num_threads, o.q, o.k, o.v, o.grad_out)
         return o.problem.with_heads(q, k, v), grad_out
 
@@ -102,7 +104,7 @@ def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Call
 
     before = pack()
     return {"strided": lambda: kernel(o.problem, o.grad_out), "contiguous": lambda: kernel(*pack()),
-            "packed": lambda: kernel(*before), "pack": lambda: pack() and None}
+            "packed": lambda: kernel(*before), "pack": pack}
 
 
 def checked_arms(operands: Operands, direction: str, num_threads: int) -> Arms:
@@ -142,3 +144,138 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     runs, seconds = (cases.quick(), QUICK_SECONDS) if quick else (cases.full(), FULL_SECONDS)
     found = (trial(run, num_threads, seconds) for run in runs)
     return list({t.label: t for t in found}.values())      # with one thread, "one" and "all" are the same
+
+
+def answer(found: Found) -> Answer | None:
+    records = [r for r in found["records"] if r["question"] == NAME]
+    if not records:
+        return None
+    long = [r for r in records if r["factors"]["algorithm"] != "decode"]
+    grid = [r for r in of(long, threads=found["threads"], cold=False, causal=False, dtype="float32") if _in_map(r)]
+    tables = [_map_table(grid, name) for name in ("tiled", "blas") if len(_axes(of(grid, algorithm=name))[0]) > 2]
+    mapped = {r["label"] for r in grid} if tables else set()
+    rest = [r for r in records if r["label"] not in mapped]
+    tables.append(Table("Cases" if not tables else "One factor at a time, and decode", (
+        "case", "strided", "contiguous", "strided / contiguous", "strided / packed", "pack"), [_row(r) for r in rest],
+        "GFLOP/s at the median time; ratios of times within a round with half their intervals, = where there is no difference: "
+        "above 1 contiguous is faster; pack: share of the contiguous arm's time that packing takes. T: threads."))
+    pictures = [_bars(long, found)]
+    if grid and mapped:
+        pictures = [_map_picture(grid, "contiguous", "packing included"), _map_picture(grid, "packed", "packing not included"),
+                    *pictures]
+    pictures.append(_roofline(records))
+    short = _short(long, of(records, algorithm="decode"))
+    return Answer(short, " ".join(_METHOD.split()), " ".join(_LIMITS.split()), tables, pictures)
+
+
+_METHOD = """
+Operands lie as a fused projection writes them. Four arms on the same data: "strided", the kernels on the heads where they lie;
+"contiguous", heads packed by a blocked copy and then the same kernels; "packed", the kernels on heads packed beforehand; "pack",
+the copies alone. Forward keys and values are packed (the kernels read each query once, into a block of their own), backward also
+queries and the output's gradient. The answers of the arms are compared before anything is timed; then rounds of all arms in
+turning order; medians, with bootstrap intervals of 95 %. A call of less than 10 ms runs once untimed before each timed one, so
+that its operands are in the caches; in the cases named cold, 64 MiB or more are written through before each call instead."""
+_LIMITS = """
+One machine, its neighbours unknown. "decode" reads each key once, so that packing for one call can only lose; what it gains from
+heads that are packed already is the question of the cache. From length 2048 on the map holds a quarter of the heads of its row,
+which changes neither stride nor work a head."""
+
+
+def _short(long: Sequence[Record], decode: Sequence[Record]) -> str:
+    def sides(pair: str) -> tuple[int, int, float]:
+        ratios = [r["ratios"][pair] for r in long]
+        return (sum(differs(q) and q["median"] < 1 for q in ratios), sum(differs(q) and q["median"] > 1 for q in ratios),
+                geomean(q["median"] for q in ratios))
+
+    strided, contiguous, mean = sides("strided/contiguous")
+    slower, faster, kernel = sides("strided/packed")
+    most = max(long, key=lambda r: r["ratios"]["strided/contiguous"]["median"])
+    said = (f"Where heads must be packed first, leaving them strided is faster in {strided} of {len(long)} cases, packing in "
+            f"{contiguous}, and {len(long) - strided - contiguous} show no difference (geometric mean of strided over contiguous "
+            f"{mean:.2f}); packing gains most in {most['label']}, {most['ratios']['strided/contiguous']['median']:.2f}. The "
+            f"kernels alone are faster on contiguous heads in {faster} cases, slower in {slower} (geometric mean {kernel:.2f}): "
+            "it is the copy that costs, and short sequences cannot earn it back.")
+    if decode:
+        least = min(decode, key=lambda r: r["ratios"]["strided/packed"]["median"])["ratios"]["strided/packed"]["median"]
+        top = max(decode, key=lambda r: r["ratios"]["strided/packed"]["median"])["ratios"]["strided/packed"]["median"]
+        said += f' "decode" on strided keys takes {least:.2f} to {top:.2f} of its time on contiguous ones.'
+    return said
+
+
+def _row(r: Record) -> list[str]:
+    median = {arm: r["arms"][arm]["median"] for arm in ARMS}
+    return [r["label"], *(f"{r['flops'] / median[arm] / 1e9:.1f}" for arm in ("strided", "contiguous")),
+            ratio_text(r["ratios"]["strided/contiguous"]), ratio_text(r["ratios"]["strided/packed"]),
+            f"{r['ratios']['pack/contiguous']['median']:.0%}"]
+
+
+def _in_map(r: Record) -> bool:
+    f = r["factors"]
+    case = cases.length_by_width(f["Lq"], f["D"])
+    return f["B"] == 1 and f["Lq"] == f["Lk"] and (case.H, case.Hkv, case.row) == (f["H"], f["Hkv"], f["row"])
+
+
+def _axes(grid: Sequence[Record]) -> tuple[list[int], list[int]]:
+    return sorted({r["factors"]["Lq"] for r in grid}), sorted({r["factors"]["D"] for r in grid})
+
+
+def _map_table(grid: Sequence[Record], algorithm: str) -> Table:
+    lengths, widths = _axes(of(grid, algorithm=algorithm))
+    rows = []
+    for L in lengths:
+        row = [str(L)]
+        for direction in DIRECTIONS:
+            for D in widths:
+                cell = of(grid, algorithm=algorithm, direction=direction, Lq=L, D=D)
+                row.append(" | ".join(f"{'' if differs(q) else '= '}{q['median']:.2f}" for q in (
+                    cell[0]["ratios"]["strided/contiguous"], cell[0]["ratios"]["strided/packed"])) if cell else "")
+        rows.append(row)
+    return Table(f'Length by width, "{algorithm}", rows of d_model 1024', (
+        "L", *(f"{direction} D {D}" for direction in DIRECTIONS for D in widths)), rows,
+        "time strided / contiguous, packing included | strided / packed, packing not included; above 1 contiguous heads are "
+        "faster; = no difference beyond the interval")
+
+
+def _map_picture(grid: Sequence[Record], arm: str, what: str) -> Picture:
+    panels = []
+    for algorithm in ("tiled", "blas"):
+        for direction in DIRECTIONS:
+            lengths, widths = _axes(grid)
+            cells = {(r["factors"]["Lq"], r["factors"]["D"]): r["ratios"][f"strided/{arm}"]
+                     for r in of(grid, algorithm=algorithm, direction=direction)}
+            found = [[cells.get((L, D)) for D in widths] for L in lengths]
+            panels.append({"title": f"{algorithm}, {direction}",
+                           "columns": [str(D) for D in widths], "rows": [str(L) for L in lengths],
+                           "values": [[q and q["median"] for q in row] for row in found],
+                           "texts": [["" if q is None else f"{'' if differs(q) else '= '}{q['median']:.2f}" for q in row]
+                                     for row in found]})
+    caption = f"Above 1 contiguous heads are faster, {what}; = no difference beyond the interval."
+    return Picture(f"strided_over_{arm}", caption, "heat_maps", {
+        "title": f"Time on strided heads over time on contiguous ones, {what}", "panels": panels,
+        "x": "D, width of a head (items)", "y": "L, queries and keys", "shade": "time strided / time contiguous (no unit)"})
+
+
+def _bars(long: Sequence[Record], found: Found) -> Picture:
+    shown = of(long, algorithm="tiled", direction="forward", threads=found["threads"], dtype="float32", causal=False, cold=False,
+               D=64)
+    shown = sorted((r for r in shown if r["factors"]["Lq"] == r["factors"]["Lk"]), key=lambda r: (r["factors"]["Lq"], r["label"]))
+    bars = []
+    for r in shown:
+        whole = r["arms"]["strided"]["median"]
+        pack = r["ratios"]["pack/contiguous"]["median"] * r["arms"]["contiguous"]["median"] / whole
+        label = r["label"].removesuffix(f" f32 tiled forward {found['threads']}T")
+        kernel = r["arms"]["contiguous"]["median"] / whole - pack
+        bars += [{"label": f"{label}  strided", "group": label, "parts": [{"name": "kernel", "value": 1.0}]},
+                 {"label": "contiguous", "group": label, "parts": [{"name": "kernel", "value": kernel},
+                                                                   {"name": "pack", "value": pack}]}]
+    return Picture("pack_and_kernel", "What packing costs, and what it gains in the kernel.", "stacked_bars", {
+        "title": 'Packing and kernel, "tiled", forward, float32, D 64', "bars": bars, "reference": 1.0,
+        "x": "time / time of the strided arm (no unit)"})
+
+
+def _roofline(records: Sequence[Record]) -> Picture:
+    points = [{"group": f"{r['factors']['algorithm']}, {r['factors']['direction']}", "dtype": r["factors"]["dtype"],
+               "intensity": r["flops"] / r["bytes"], "rate": r["flops"] / r["arms"]["strided"]["median"]}
+              for r in records if r["factors"]["threads"] == max(q["factors"]["threads"] for q in records)]
+    return Picture("roofline", "All cases with all threads, strided heads, beside what the machine can do at best.", "roofline",
+                   {"title": "Operations a second over operations a byte", "points": points})

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,8 @@ def limits(num_threads: int, seconds: float = 1.0) -> dict[str, float]:
     share = seconds / 3
     for dtype in (np.float32, np.float64):
         n = 768
-        a, b = np.ones((2, n, n), dtype)
-        out = np.empty((n, n), dtype)
-        best = min(_best(lambda blas=blas: algorithms.product(a, b, out, num_threads, blas=blas), share / 2)
-                   for blas in (False, True))
+        a, b, out = np.ones((3, n, n), dtype)
+        best = min(_best(partial(algorithms.product, a, b, out, num_threads, blas=blas), share / 2) for blas in (False, True))
         found[np.dtype(dtype).name] = 2 * n**3 / best
     found["read"] = _read_speed(num_threads, share)
     return found

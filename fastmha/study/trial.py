@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 300
+WARM_BELOW = 0.01       # seconds: shorter calls run once untimed before they are timed, or an arm would pay for the operands that
+                        # another one has put into the caches in the place of its own
 RESAMPLES, CONFIDENCE = 1000, 0.95
 
 Arms = Mapping[str, Callable[[], object]]
@@ -103,6 +105,8 @@ def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None =
         for name in names[turn:] + names[:turn]:
             if before is not None:
                 before()
+            elif times[name] and times[name][-1] < WARM_BELOW:
+                arms[name]()
             start = time.perf_counter()
             arms[name]()
             times[name].append(time.perf_counter() - start)

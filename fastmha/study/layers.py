@@ -1,0 +1,131 @@
+"""The layer as a whole: what the layout in which the projection writes heads does to `MultiHeadAttention`.
+
+The arms are two modules with the same weights, ``layout="strided"``: one product for all heads, which lie side by side in
+rows (B, L, heads · D), and ``layout="contiguous"``: a product for each head, into (B, heads, L, D). Neither packs anything.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import numpy as np
+
+from fastmha import analysis
+from fastmha.multihead import MultiHeadAttention
+from fastmha.plan import choose_layout, product_by_blas
+from fastmha.study import cases
+from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, spread, time_text
+from fastmha.study.cases import Layer
+from fastmha.study.trial import Arms, Trial, agree, differs, timed
+
+NAME = "layers"
+TITLE = "The layer as a whole, and what \"auto\" chooses"
+QUESTION = ("A projection can write heads side by side or each contiguous: which makes the whole layer faster, and does "
+            'layout="auto" find it?')
+NEEDS: tuple[str, ...] = ()
+PASSES = ("inference", "training")
+QUICK_SECONDS, FULL_SECONDS = 0.5, 1.2
+WITHIN = 1.03       # of the better layout
+TOLERANCE = {"float32": 1e-4, "float64": 1e-12}
+
+
+def arms(layer: Layer, what: str, num_threads: int, algorithm: str = "auto") -> dict[str, Callable[[], np.ndarray]]:
+    """By layout: a forward without training, or a forward and a backward pass, with the output as its gradient."""
+    X = np.random.default_rng(0).standard_normal((layer.B, layer.L, layer.d_model), np.dtype(layer.dtype).type)
+
+    def arm(layout: str) -> Callable[[], np.ndarray]:
+        m = MultiHeadAttention(layer.d_model, layer.H, num_kv_heads=layer.Hkv or None, dtype=layer.dtype, layout=layout,
+                               algorithm=algorithm, rng=0)
+        forward = partial(m.forward, X, is_causal=layer.causal, num_threads=num_threads)
+        if what == "inference":
+            return lambda: forward(training=False)
+        return lambda: m.backward(forward(), num_threads=num_threads)
+
+    return {layout: arm(layout) for layout in ("strided", "contiguous")}
+
+
+def trial(layer: Layer, what: str, num_threads: int, seconds: float, algorithm: str = "auto") -> Trial:
+    label = f"{layer.label} {what} {num_threads}T" + f" {algorithm}" * (algorithm != "auto")
+
+    def checked() -> Arms:
+        functions = arms(layer, what, num_threads, algorithm)
+        agree(label, {name: {"result": function()} for name, function in functions.items()}, TOLERANCE[layer.dtype])
+        return functions
+
+    flops = analysis.count_flops(layer.B, layer.L, layer.d_model, layer.H, n_kv_heads=layer.Hkv or None, is_causal=layer.causal,
+                                 backward=what == "training")
+    return Trial(NAME, label, {**asdict(layer), "D": layer.D, "pass": what, "threads": num_threads, "algorithm": algorithm},
+                 timed(checked, [("strided", "contiguous")], flops=flops), seconds, 2 * flops)
+
+
+def trials(quick: bool, num_threads: int) -> list[Trial]:
+    seconds, layers = (QUICK_SECONDS, cases.QUICK_LAYERS) if quick else (FULL_SECONDS, cases.LAYERS)
+    found = [trial(layer, what, num_threads, seconds) for layer in dict.fromkeys(layers) for what in PASSES]
+    if not quick:
+        centres = [Layer(1, L, 768, 12) for L in (128, 512, 1024)]
+        found += [trial(layer, "inference", 1, seconds) for layer in centres]
+        found += [trial(layer, what, num_threads, seconds, "blas") for layer in centres for what in PASSES]
+    return list({t.label: t for t in found}.values())
+
+
+def auto(record: Record) -> tuple[str, str]:
+    """What ``layout="auto"`` chooses for the layer of a record, and why: by the rule, whatever was measured."""
+    f = record["factors"]
+    return choose_layout(f["L"], f["D"] * np.dtype(f["dtype"]).itemsize, f["algorithm"] == "blas" or product_by_blas(2))
+
+
+def costs(record: Record) -> dict[str, float]:
+    """Time of auto's layout over that of the better one, as the interval of the ratio allows to say: "median", and "sure",
+    which is 1 where the two do not differ and else the end of the interval that is kinder to auto."""
+    ratio = record["ratios"]["strided/contiguous"]
+    if auto(record)[0] == "contiguous":
+        median, kind = 1 / ratio["median"], 1 / ratio["high"]
+    else:
+        median, kind = ratio["median"], ratio["low"]
+    return {"median": max(1.0, median), "sure": max(1.0, kind) if differs(ratio) else 1.0}
+
+
+def auto_line(records: list[Record]) -> str:
+    """What "auto" costs against the better layout, and gains over always the one and always the other."""
+    cost = [costs(r) for r in records]
+    kept = sum(c["sure"] <= WITHIN for c in cost)
+    worst = max(range(len(records)), key=lambda i: cost[i]["median"])
+    ratios = [r["ratios"]["strided/contiguous"]["median"] for r in records]
+    over_strided = geomean(x if auto(r)[0] == "contiguous" else 1.0 for x, r in zip(ratios, records))
+    over_contiguous = geomean(1.0 if auto(r)[0] == "contiguous" else 1 / x for x, r in zip(ratios, records))
+    return (f'"auto" takes {geomean(c["median"] for c in cost):.3f} of the time of the better layout (geometric mean of '
+            f'{len(records)} layers); beyond the intervals it is within {WITHIN - 1:.0%} of the better in {kept} of '
+            f'{len(records)} ({kept / len(records):.0%}); worst: {records[worst]["label"]}, {cost[worst]["median"]:.2f}. It is '
+            f"{over_strided:.3f} times as fast as always strided, {over_contiguous:.3f} times as fast as always contiguous.")
+
+
+def answer(found: Found) -> Answer | None:
+    records = [r for r in found["records"] if r["question"] == NAME]
+    if not records:
+        return None
+    rows = [[r["label"], time_text(r["arms"]["strided"]["median"]), time_text(r["arms"]["contiguous"]["median"]),
+             ratio_text(r["ratios"]["strided/contiguous"]), auto(r)[0], f"{costs(r)['median']:.2f}"] for r in records]
+    own = of(records, algorithm="auto", threads=found["threads"], dtype="float32", causal=False, Hkv=0)
+    series = []
+    for what in PASSES:
+        for D in sorted({r["factors"]["D"] for r in own if r["factors"]["B"] == 1}):
+            line = sorted(of(own, D=D, B=1, d_model=1024, **{"pass": what}), key=lambda r: r["factors"]["L"])
+            if len(line) > 1:
+                series.append(spread(f"D {D}, {what}", [r["factors"]["L"] for r in line],
+                                     [r["ratios"]["strided/contiguous"] for r in line]))
+    pictures = [Picture("layer_over_length", "Above 1 the layer is faster where each head is written contiguous.", "lines", {
+        "title": "The whole layer, heads written side by side or by head, d_model 1024",
+        "panels": [{"title": "", "series": series, "reference": 1.0}],
+        "x": "L, tokens a batch row", "y": "time strided / time contiguous (no unit)", "x_log2": True})] if series else []
+    return Answer(
+        short=auto_line(records),
+        method=__doc__.split("\n\n", 1)[1].replace("\n", " ").strip() +
+        " The output of the forward pass is its own gradient. The rule behind \"auto\" is `fastmha.plan.choose_layout`.",
+        limits="Self-attention; products by the library's own kernels but for the rows named blas. With other instruction sets, "
+               "and on machines with other caches, the rule is the same and may be off.",
+        tables=[Table("Layers", ("layer", "strided", "contiguous", "ratio", "auto", "its cost"), rows,
+                      "median time a call; ratio: time strided over time contiguous within a round, with half its interval, = "
+                      "where there is none; last, the time of auto's layout over that of the better.")],
+        pictures=pictures)
+
