@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import textwrap
@@ -14,7 +15,7 @@ import numpy as np
 
 import fastmha
 from fastmha import _core
-from fastmha.study import runner
+from fastmha.study import machine, trial
 from fastmha.study.__main__ import positive
 from fastmha.study.cases import DIRECTIONS
 
@@ -94,14 +95,14 @@ def agree(what: str, got: np.ndarray, wanted: np.ndarray, dtype: str) -> None:
     ------
     ArmsDisagreeError
     """
-    allowed = runner.TOLERANCE[dtype] * float(np.abs(wanted).max(initial=0))
+    allowed = trial.TOLERANCE[dtype] * float(np.abs(wanted).max(initial=0))
     difference = float(np.abs(got - wanted).max(initial=0))
     if not difference <= allowed:       # also where either is NaN
-        raise runner.ArmsDisagreeError(f"{what} is off by {difference:.1e}, more than {allowed:.1e}")
+        raise trial.ArmsDisagreeError(f"{what} is off by {difference:.1e}, more than {allowed:.1e}")
 
 
 def best_times(functions: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    return {name: float(times.min()) for name, times in runner.interleave(functions, seconds).items()}
+    return {name: float(times.min()) for name, times in trial.interleave(functions, seconds).items()}
 
 
 def repeated(function: Callable[[], Any], times: int) -> Callable[[], None]:
@@ -135,15 +136,13 @@ def options_of(description: str | None, sections: Collection[str]) -> argparse.A
 
 
 def as_json(tables: dict[str, list[Table]], options: argparse.Namespace, command: str) -> dict[str, Any]:
-    found = runner.results([], options.threads, command)
-    del found["measurements"], found["units"]
-    return {**found, "seconds": options.seconds,
+    return {**machine.describe(options.threads, command), "seconds": options.seconds,
             "sections": {name: [table.as_json() for table in made] for name, made in tables.items()}}
 
 
 def report(sections: Mapping[str, Section], options: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
     """Print the tables of the sections asked for and write them; the exit status, 1 if a floor is missed."""
-    print(f"fastmha {fastmha.__version__}, {_core.selected_isa()[0]} kernels, {runner.cpu_name()}, threads of a call: "
+    print(f"fastmha {fastmha.__version__}, {_core.selected_isa()[0]} kernels, {machine.cpu_name()}, threads of a call: "
           f"{options.threads}\n", flush=True)
     tables: dict[str, list[Table]] = {}
     for name in [options.only] if options.only else sections:
@@ -154,5 +153,6 @@ def report(sections: Mapping[str, Section], options: argparse.Namespace, script:
     verdicts = [finding.met for made in tables.values() for table in made for finding in table.findings]
     print(f"{verdicts.count(True)} floors met, {verdicts.count(False)} missed")
     if options.json:
-        runner.write_json(options.json, as_json(tables, options, shlex.join(["python", script, *arguments])))
+        found = as_json(tables, options, shlex.join(["python", script, *arguments]))
+        options.json.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 1 if False in verdicts else 0

@@ -35,9 +35,9 @@ from findings import Finding, Floor, Table, agree, best_times, options_of, repea
 import fastmha
 from fastmha import _core, reference, validate
 from fastmha.plan import DECODE_ROWS_MAX, blas_rows, choose, product_by_blas, product_slices
-from fastmha.study import runner
 from fastmha.study.__main__ import positive
 from fastmha.study.cases import DIRECTIONS, Case, case
+from fastmha.study.heads import Operands
 
 try:
     import resource
@@ -104,7 +104,7 @@ def draw(label: str, B: int, H: int, L: int, D: int, dtype: str = "float32", *, 
 
 def as_projected(label: str, of: Case) -> Call:
     """A call with layout "BLHD" on heads where a fused projection writes them."""
-    o = runner.Operands(of)
+    o = Operands(of)
     q, k, v, grad_out = (x.transpose(0, 2, 1, 3) for x in (o.q, o.k, o.v, o.grad_out))
     return Call(label, q, k, v, grad_out, {"layout": "BLHD"})
 

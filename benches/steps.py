@@ -38,7 +38,7 @@ from findings import Finding, Floor, Section, Table, agree, best_times, options_
 
 import fastmha
 from fastmha import algorithms, reference
-from fastmha.study import runner
+from fastmha.study import trial
 
 COLD_BYTES = 100e6
 ROOM = 64           # slots of a cache behind its tokens; also the long append
@@ -133,7 +133,7 @@ class Arm:
         for name, step in self.steps.items():
             run, rounds = through(self.copies[:copies], step), 0
             end = time.perf_counter() + seconds / len(self.steps)
-            while rounds < runner.LEAST_ROUNDS or time.perf_counter() < end:
+            while rounds < trial.LEAST_ROUNDS or time.perf_counter() < end:
                 start = time.perf_counter()
                 run()
                 best[name] = min(best[name], (time.perf_counter() - start) / copies)

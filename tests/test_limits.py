@@ -12,7 +12,7 @@ import pytest
 
 import fastmha
 from fastmha.study.cases import case
-from fastmha.study.runner import ArmsDisagreeError
+from fastmha.study.trial import ArmsDisagreeError
 
 PATH = Path(__file__).resolve().parents[1] / "benches" / "limits.py"
 

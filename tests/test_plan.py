@@ -216,7 +216,8 @@ def test_the_layout_of_a_projection_is_a_rule_of_lengths_and_widths():
 def test_the_receipt_says_how_heads_lie():
     rows = np.zeros((1, 70, 3, 4, 16), np.float32)
     strided = [rows[:, :, i].swapaxes(1, 2) for i in range(3)]
-    for heads, layout in ((strided, "strided"), ([x.copy() for x in strided], "contiguous"), ([strided[0].copy(), *strided[1:]], "strided")):
+    copies = [x.copy() for x in strided]
+    for heads, layout in ((strided, "strided"), (copies, "contiguous"), ([copies[0], *strided[1:]], "strided")):
         found = fastmha.plan(*heads)
         assert found.layout == layout
         assert f"  layout      {layout}: heads are read where they lie\n" in str(found)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fastmha
-from fastmha.study.runner import ArmsDisagreeError
+from fastmha.study.trial import ArmsDisagreeError
 
 BENCHES = Path(__file__).resolve().parents[1] / "benches"
 RIVALS = ["fastmha", *(["torch"] if find_spec("torch") else [])]       # ours stands in for PyTorch, which is no test's need

@@ -49,8 +49,13 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Names the case in tables, pictures and benches: the shape, f32 or f64, and the algorithm."""
-        return f"{self.shape} f{8 * self.itemsize} {self.algorithm}"
+        """The shape and the dtype, such as "B1 H16 L512 D64 f32"."""
+        return f"{self.shape} f{8 * self.itemsize}"
+
+    @property
+    def name(self) -> str:
+        """Names the case in tables, pictures and benches: its label and the algorithm."""
+        return f"{self.label} {self.algorithm}"
 
     @property
     def itemsize(self) -> int:
@@ -94,7 +99,7 @@ class Case:
         return self.row or heads * self.D * self.itemsize
 
 
-def case(H: int, L: int, D: int, *, B: int = 1, Hkv: int | None = None, Lk: int | None = None, causal: bool = False,
+def case(B: int, H: int, L: int, D: int, *, Hkv: int | None = None, Lk: int | None = None, causal: bool = False,
          dtype: str = "float32", row: int = 0) -> Case:
     """A case with Hkv = H and Lk = Lq = L unless they are named."""
     return Case(B, H, H if Hkv is None else Hkv, L, L if Lk is None else Lk, D, causal, dtype, row=row)
@@ -110,7 +115,7 @@ class Run:
     cold: bool = False
 
 
-CENTRES = (case(12, 512, 64), case(16, 1024, 64))       # d_model 768 and 1024: rows of 9 KiB, and of 12, three whole pages
+CENTRES = (case(1, 12, 512, 64), case(1, 16, 1024, 64))       # d_model 768 and 1024: rows of 9 KiB, and of 12, three whole pages
 WIDTHS, LENGTHS, D_MODELS = (32, 64, 128), (64, 128, 256, 512, 1024, 2048, 4096), (768, 1024, 1152, 1536, 2048, 4096)
 _ROW = 3 * 1024 * 4         # bytes of a row of Q|K|V side by side, d_model 1024, float32
 
@@ -118,7 +123,7 @@ _ROW = 3 * 1024 * 4         # bytes of a row of Q|K|V side by side, d_model 1024
 def length_by_width(L: int, D: int) -> Case:
     """A cell of the map over lengths and widths: heads of the fused projection of d_model 1024, from length 2048 on a quarter
     of them, lest one cell take as long as all others."""
-    return case(1024 // D, L, D) if L < 2048 else case(256 // D, L, D, row=_ROW)
+    return case(1, 1024 // D, L, D) if L < 2048 else case(1, 256 // D, L, D, row=_ROW)
 
 
 def _both(shapes: Iterable[Case], **more: Any) -> list[Run]:
@@ -128,15 +133,15 @@ def _both(shapes: Iterable[Case], **more: Any) -> list[Run]:
 
 
 def _decode(H: int, Lk: int, D: int, **more: Any) -> Case:
-    return replace(case(H, 1, D, Lk=Lk, **more), algorithm="decode")
+    return replace(case(1, H, 1, D, Lk=Lk, **more), algorithm="decode")
 
 
 def quick() -> list[Run]:
     """A look at each factor."""
     first, second = CENTRES
     return [
-        *_both([case(8, 32, 64, B=32), case(12, 128, 64, B=8), first, case(12, 2048, 64), case(4, 2048, 64, row=_ROW),
-                case(8, 2048, 32, row=_ROW), replace(second, Lq=512, Lk=512, Hkv=4)]),
+        *_both([case(32, 8, 32, 64), case(8, 12, 128, 64), first, case(1, 12, 2048, 64), case(1, 4, 2048, 64, row=_ROW),
+                case(1, 8, 2048, 32, row=_ROW), replace(second, Lq=512, Lk=512, Hkv=4)]),
         *_both([first], threads=1),
         *_both([replace(first, causal=True), replace(first, dtype="float64")]),
         Run(_decode(16, 2048, 64), "forward"),
@@ -150,10 +155,10 @@ def full() -> list[Run]:
               for change in ({"dtype": "float64"}, {"causal": True}, {"Hkv": centre.H // 4})]
     runs = [
         *_both(length_by_width(L, D) for D in WIDTHS for L in LENGTHS),
-        *_both(case(d // 64, 512, 64) for d in D_MODELS),
-        *_both(case(4, 2048, 64, row=3 * d * 4) for d in D_MODELS if d != 1024),
-        *_both([*around, second, case(32, 256, 128), case(12, 128, 64, B=8), case(8, 32, 64, B=32), case(12, 128, 64, Lk=1024)]),
-        *_both([case(12, L, 64) for L in (128, 512, 2048)] + [length_by_width(L, 64) for L in (128, 512, 2048)], threads=1),
+        *_both(case(1, d // 64, 512, 64) for d in D_MODELS),
+        *_both(case(1, 4, 2048, 64, row=3 * d * 4) for d in D_MODELS if d != 1024),
+        *_both([*around, second, case(1, 32, 256, 128), case(1, 12, 128, 64, Lk=1024)]),
+        *_both([case(1, 12, L, 64) for L in (128, 512, 2048)] + [length_by_width(L, 64) for L in (128, 512, 2048)], threads=1),
         *_both([first], cold=True),
         *(Run(_decode(H, Lk, D, Hkv=Hkv), "forward") for H, Hkv, D in ((16, 16, 64), (16, 4, 64), (8, 8, 128))
           for Lk in (512, 2048, 8192)),

@@ -22,7 +22,7 @@ from fastmha import algorithms, validate
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text
 from fastmha.study.cases import DIRECTIONS, Case, Run
-from fastmha.study.trial import Arms, Trial, agree, differs, timed
+from fastmha.study.trial import TOLERANCE, Arms, Trial, agree, differs, timed
 
 NAME = "heads"
 TITLE = "Strided or contiguous heads"
@@ -31,7 +31,6 @@ QUESTION = ("Heads as the fused projection writes them, (B, L, H, D), or packed 
 NEEDS: tuple[str, ...] = ()
 ARMS = ("strided", "contiguous", "packed", "pack")
 QUICK_SECONDS, FULL_SECONDS = 0.35, 1.0      # a trial
-TOLERANCE = {"float32": 1e-4, "float64": 1e-12}    # of the largest element; at most the order of sums differs
 
 
 class Operands:
@@ -122,7 +121,7 @@ def checked_arms(operands: Operands, direction: str, num_threads: int) -> Arms:
         functions[arm]()
         answers[arm] = {key: array.copy() for key, array in operands.results(direction).items()}
     operands.lse[...] = saved_lse
-    agree(f"{case.label} {direction}", answers, TOLERANCE[case.dtype])
+    agree(f"{case.name} {direction}", answers, TOLERANCE[case.dtype])
     return functions
 
 
@@ -133,7 +132,7 @@ def trial(run: Run, num_threads: int, seconds: float, question: str = NAME) -> T
         lambda: checked_arms(Operands(case, count), direction, count),
         [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold,
         flops=flops, bytes=case.operand_bytes(direction), packed_bytes=case.packed_bytes(direction), row_bytes=case.row_bytes)
-    label = f"{case.label} {direction} {count}T{' cold' * run.cold}"
+    label = f"{case.name} {direction} {count}T{' cold' * run.cold}"
     # six calls to check and warm up, and at least five rounds of three
     return Trial(question, label, {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure,
                  seconds, 3 * flops)

@@ -17,7 +17,7 @@ from fastmha.plan import choose_layout, product_by_blas
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, spread, time_text
 from fastmha.study.cases import Layer
-from fastmha.study.trial import Arms, Trial, agree, differs, timed
+from fastmha.study.trial import TOLERANCE, Arms, Trial, agree, differs, timed
 
 NAME = "layers"
 TITLE = "The layer as a whole, and what \"auto\" chooses"
@@ -27,7 +27,6 @@ NEEDS: tuple[str, ...] = ()
 PASSES = ("inference", "training")
 QUICK_SECONDS, FULL_SECONDS = 0.5, 1.2
 WITHIN = 1.03       # of the better layout
-TOLERANCE = {"float32": 1e-4, "float64": 1e-12}
 
 
 def arms(layer: Layer, what: str, num_threads: int, algorithm: str = "auto") -> dict[str, Callable[[], np.ndarray]]:

@@ -21,6 +21,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 300
 WARM_BELOW = 0.01       # seconds: shorter calls run once untimed before they are timed, or an arm would pay for the operands that
                         # another one has put into the caches in the place of its own
 RESAMPLES, CONFIDENCE = 1000, 0.95
+TOLERANCE = {"float32": 1e-4, "float64": 1e-12}     # of the largest element: arms differ in the order of sums at most
 
 Arms = Mapping[str, Callable[[], object]]
 
