@@ -1,10 +1,15 @@
-"""The memory-layout study: what the layout of the heads does to attention on this machine.
+"""The memory-layout study: what the layout of heads does to attention on this machine. The command is ``fastmha study``.
 
-    cases.py        the shapes, their operations and bytes: one list for the study and for benches/
-    questions.py    the questions, a module each: heads.py …
-    runner.py       operands as a fused projection writes them, the arms, interleaved timing, results as JSON
-    plots.py        the picture
-    __main__.py     options, progress bar, table: ``fastmha study``
+    cases.py        shapes of heads and of layers, their operations and bytes: one list for the study and for benches/
+    trial.py        what is measured: arms in rounds of turning order, medians, bootstrap intervals
+    questions.py    the questions, a module each, from trials to an answer:
+                    heads, strides, projections, crossover, kv_cache, textbook, counts, layers, memory
+    shape.py        one shape: prediction beside measurement
+    machine.py      what this machine is and what it can do at best
+    runner.py       runs trials, keeps records through interruptions, results as JSON
+    answer.py       an answer as data: sentences, tables, pictures
+    report.py       answers for the terminal, as Markdown and as one HTML file
+    plots.py        the pictures
 
-Cases and runner need nothing but fastmha; table and picture need rich and matplotlib: ``pip install "fastmha[study]"``.
+Measuring needs nothing but fastmha; tables and pictures need rich and matplotlib: ``pip install "fastmha[study]"``.
 """
