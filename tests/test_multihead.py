@@ -1011,14 +1011,15 @@ def test_intermediates_are_views_of_one_projection(layout):
     kept, again = m.intermediates, m.intermediates
     assert set(kept) == {"X", "Q", "K", "V", "concat", "lse"}  # A only where it was asked for
     row = (24 + 12 + 12) * 8
+    one_head, next_row = (6 * 8, row) if layout == "strided" else (5 * 6 * 8, 6 * 8)
     for name in "QKV":
         assert kept[name].base is not None
-        assert kept[name].strides == (5 * row, 6 * 8, row, 8)
+        assert kept[name].strides == (5 * row, one_head, next_row, 8)
     for name, x in kept.items():
         assert np.shares_memory(x, again[name])
     address = {name: kept[name].__array_interface__["data"][0] for name in "QKV"}
-    assert address["K"] - address["Q"] == 24 * 8
-    assert address["V"] - address["K"] == 12 * 8
+    assert address["K"] - address["Q"] == 4 * one_head
+    assert address["V"] - address["K"] == 2 * one_head
 
 
 def test_intermediates_are_the_steps_from_input_to_output():
