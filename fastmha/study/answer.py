@@ -71,3 +71,15 @@ def spread(name: str, x: Sequence[Any], intervals: Sequence[Mapping[str, float]]
     """A line for `plots.lines`: the medians of intervals over x, and their ends."""
     return {"name": name, "x": list(x), **{key: [i[end] for i in intervals] for key, end in (
         ("y", "median"), ("low", "low"), ("high", "high"))}}
+
+
+def times_text(ratios: Iterable[Mapping[str, float]]) -> str:
+    """What ratios over several cases come to, geometric mean and range: "1.04 (0.98 to 1.21; longer in 5, shorter in 1 of 12
+    cases)", counting those whose interval leaves out 1."""
+    each = list(ratios)
+    if len(each) == 1:
+        return f"{ratio_text(each[0])} (one case)"
+    medians = [r["median"] for r in each]
+    longer, shorter = (sum(differs(r) and (r["median"] > 1) == more for r in each) for more in (True, False))
+    return (f"{geomean(medians):.2f} ({min(medians):.2f} to {max(medians):.2f}; longer in {longer}, shorter in {shorter} of "
+            f"{len(each)} cases)")

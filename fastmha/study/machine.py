@@ -1,11 +1,13 @@
 """The machine that a study ran on: names, cache sizes, and what it can do at best: products and memory."""
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,8 @@ import numpy as np
 import scipy
 
 from fastmha import __version__, _core, algorithms, threads
+
+HUGE_PAGE = 2 << 20     # bytes
 
 
 def cpu_name() -> str:
@@ -102,3 +106,30 @@ def _read_speed(num_threads: int, seconds: float) -> float:
             reader.join()
 
     return buffer.nbytes / _best(read_all, seconds)
+
+
+def geometry() -> dict[str, dict[str, int]]:
+    """"L1d", "L2", "L3" -> {"ways", "sets"} of the data caches of the first CPU; empty where the system does not tell."""
+    found = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, ways, sets, line = ((index / name).read_text().strip() for name in (
+                "level", "type", "ways_of_associativity", "number_of_sets", "coherency_line_size"))
+            if kind != "Instruction" and int(line) == 64 and int(ways) > 0 and int(sets) > 0:
+                found[f"L{level}{'d' if kind == 'Data' else ''}"] = {"ways": int(ways), "sets": int(sets)}
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def memory(nbytes: int, huge: bool = True) -> np.ndarray:
+    """Bytes, zero, from the start of a page on: in huge pages or in the smallest, where the system can be asked (Linux)."""
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    block = mmap.mmap(-1, nbytes + HUGE_PAGE, **private)
+    advice = getattr(mmap, "MADV_HUGEPAGE" if huge else "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        with suppress(OSError):     # a kernel without huge pages
+            block.madvise(advice)
+    whole = np.frombuffer(block, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE
+    return whole[start:start + nbytes]
