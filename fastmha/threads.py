@@ -13,7 +13,7 @@ import os
 from fastmha import _core, validate
 
 # (getter, setter) pairs of the process-wide thread count; the first pair that SciPy's BLAS exports is taken.
-_BLAS_NAMES = (
+BLAS_NAMES = (
     ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
     ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
     ("openblas_get_num_threads", "openblas_set_num_threads"),
@@ -92,7 +92,7 @@ def bind_blas() -> str | None:
         library = ctypes.CDLL(cython_blas.__file__)     # symbols of what it links against are found through it
     except OSError:
         library = None
-    for getter, setter in _BLAS_NAMES:
+    for getter, setter in BLAS_NAMES:
         if library is not None and hasattr(library, getter) and hasattr(library, setter):
             addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in (getter, setter)]
             _core.bind_blas_threads(*addresses)

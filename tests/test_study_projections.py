@@ -84,7 +84,7 @@ def test_an_arm_that_computes_something_else_is_refused(monkeypatch):
 
 
 def test_the_trials_are_named_once_and_fit_their_time():
-    for quick, seconds in ((True, 8), (False, 90)):
+    for quick, seconds in ((True, 9), (False, 90)):
         found = projections.trials(quick, 2)
         assert len({t.label for t in found}) == len(found)
         assert sum(t.seconds for t in found) <= seconds

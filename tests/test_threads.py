@@ -257,7 +257,7 @@ def blas_functions():
     if threads.blas_setter is None:
         pytest.skip("SciPy's BLAS exports no setter of its thread count")
     library = ctypes.CDLL(cython_blas.__file__)
-    getter = next(get for get, set_ in threads._BLAS_NAMES if set_ == threads.blas_setter)
+    getter = next(get for get, set_ in threads.BLAS_NAMES if set_ == threads.blas_setter)
     return getattr(library, getter), getattr(library, threads.blas_setter)
 
 
@@ -317,7 +317,7 @@ def test_an_error_inside_a_call_leaves_blas_as_it_was(tmp_path):
         from scipy.linalg import cython_blas
         library, get = ctypes.CDLL(cython_blas.__file__), None
         if threads.blas_setter:
-            get = getattr(library, dict((s, g) for g, s in threads._BLAS_NAMES)[threads.blas_setter])
+            get = getattr(library, dict((s, g) for g, s in threads.BLAS_NAMES)[threads.blas_setter])
             getattr(library, threads.blas_setter)(2)
         q, k = np.ones((1, 1, 1, 1)), np.ones((1, 1, 100_000, 1))
         v = np.full((1, 1, 100_000, 64), np.nan)            # 51 MB
@@ -425,7 +425,7 @@ def test_the_gil_is_released():
 @pytest.fixture
 def hidden_setter(monkeypatch):
     """As with a BLAS that exports no setter: products run one after the other, under one lock."""
-    monkeypatch.setattr(threads, "_BLAS_NAMES", ())
+    monkeypatch.setattr(threads, "BLAS_NAMES", ())
     assert threads.bind_blas() is None
     assert not _core.blas_threads_bound()
     yield
@@ -622,7 +622,7 @@ def test_a_child_forked_while_blas_is_held_has_blas_as_it_was(tmp_path):
             print("{0}")
             sys.exit()
         library = ctypes.CDLL(cython_blas.__file__)
-        get = getattr(library, dict((s, g) for g, s in threads._BLAS_NAMES)[threads.blas_setter])
+        get = getattr(library, dict((s, g) for g, s in threads.BLAS_NAMES)[threads.blas_setter])
         getattr(library, threads.blas_setter)(2)
         big = np.random.default_rng(0).standard_normal((1, 8, 1024, 64), dtype=np.float32)
         done = threading.Event()

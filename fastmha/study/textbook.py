@@ -1,0 +1,285 @@
+"""NumPy itself, without the kernels: `np.matmul` on strided heads against heads copied first, as the textbook advises.
+
+Arms, on the same data, results into memory that is there before the clock starts:
+
+    strided     the product on the views, as splitting heads leaves them
+    contiguous  `np.ascontiguousarray` of the heads, then the product
+    packed      the product on heads copied before the clock starts
+    copy        `np.ascontiguousarray` alone
+
+and for the output, which must end as (B, L, H·D):
+
+    merged      the product, then ``transpose(0, 2, 1, 3).reshape(B, L, H * D)``, which copies
+    in place    the product with ``out=`` a view of the merged array
+    product     the product alone
+    merge copy  the copy alone
+
+NumPy's BLAS is held at one thread meanwhile: the threads of its pool spin for a while after a product, on the processors of
+what is timed next.
+"""
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from fastmha import threads
+from fastmha.study import cases
+from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, time_text
+from fastmha.study.cases import Case
+from fastmha.study.heads import TOLERANCE
+from fastmha.study.trial import LEAST_ROUNDS, Arms, Trial, agree, differs, interleave, interval
+
+NAME = "numpy"
+TITLE = "NumPy's own products"
+QUESTION = ("np.matmul on strided heads against heads made contiguous first, as the textbook advises: which is faster, and how "
+            "much of the loss is the copy?")
+NEEDS: tuple[str, ...] = ()
+QUICK_SECONDS, FULL_SECONDS = 0.35, 1.0     # a trial
+LOOP, COPY = 2.0, 1.25                      # over copy and product: from here on a loop of NumPy's own, up to here a copy
+REST = 0.15                                 # seconds before each call where NumPy's BLAS cannot be held at one thread
+FUSED, INTERLEAVED = "fused", "interleaved"
+ARMS = {"scores": ("strided", "contiguous", "packed", "copy"), "merge": ("merged", "in place", "product", "merge copy")}
+ARMS["output"] = ARMS["scores"]
+RATIOS = {"scores": (("strided", "contiguous"), ("strided", "packed"), ("copy", "contiguous")),
+          "merge": (("in place", "merged"), ("in place", "product"), ("merge copy", "merged"))}
+RATIOS["output"] = RATIOS["scores"]
+FORMULAS = {"scores": "q @ k.swapaxes(-1, -2)", "output": "weights @ v", "merge": "weights @ v as (B, L, H·D)"}
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[bool]:
+    """Hold NumPy's BLAS at one thread and restore its number after; False where no function that sets it was found."""
+    functions = blas_threads()
+    if functions is None:
+        yield False
+        return
+    getter, setter = functions
+    before = getter()
+    setter(1)
+    try:
+        yield True
+    finally:
+        setter(before)
+
+
+def blas_threads() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """The functions that read and set the thread count of the BLAS that NumPy links, by the names that `threads` knows."""
+    core = getattr(np, "_core", None) or np.core    # NumPy 1
+    try:
+        library = ctypes.CDLL(core._multiarray_umath.__file__)      # symbols of what it links against are found through it
+    except OSError:
+        return None
+    for getter, setter in threads.BLAS_NAMES:
+        if hasattr(library, getter) and hasattr(library, setter):
+            get, put = getattr(library, getter), getattr(library, setter)
+            get.restype, get.argtypes, put.restype, put.argtypes = ctypes.c_int, [], None, [ctypes.c_int]
+            return get, put
+    return None
+
+
+def split(case: Case, layout: str, seed: int = 0) -> list[np.ndarray]:
+    """q, k, v (B, H, L, D): views of one buffer (B, L, 3·H·D), a head's elements side by side or, interleaved, H apart."""
+    buffer = np.random.default_rng(seed).standard_normal((case.B, case.Lq, 3 * case.H * case.D), np.dtype(case.dtype).type)
+    parts = np.split(buffer, 3, axis=-1)
+    if layout == FUSED:
+        return [part.reshape(case.B, case.Lq, case.H, case.D).transpose(0, 2, 1, 3) for part in parts]
+    return [part.reshape(case.B, case.Lq, case.D, case.H).transpose(0, 3, 1, 2) for part in parts]
+
+
+def weights_of(case: Case, seed: int = 1) -> np.ndarray:
+    """Rows (B, H, L, L) that sum to 1, contiguous, as a softmax leaves them."""
+    weights = np.random.default_rng(seed).random((case.B, case.H, case.Lq, case.Lq), np.dtype(case.dtype).type)
+    weights /= weights.sum(-1, keepdims=True)
+    return weights
+
+
+def arms(case: Case, what: str, layout: str) -> tuple[Arms, dict[str, Callable[[], np.ndarray]]]:
+    """What is timed, by name, and what of it to compare."""
+    q, k, v = split(case, layout)
+    if what == "scores":
+        operands: tuple[np.ndarray, ...] = q, k
+        out = np.empty((case.B, case.H, case.Lq, case.Lq), case.dtype)
+
+        def product(*heads: np.ndarray) -> np.ndarray:
+            return np.matmul(heads[0], heads[1].swapaxes(-1, -2), out=out)
+    else:
+        operands = v,
+        weights, out = weights_of(case), np.empty((case.B, case.H, case.Lq, case.D), case.dtype)
+
+        def product(*heads: np.ndarray) -> np.ndarray:
+            return np.matmul(weights, heads[0], out=out)
+
+    if what == "merge":
+        merged = np.empty((case.B, case.Lq, case.H * case.D), case.dtype)
+        heads_of_merged = merged.reshape(case.B, case.Lq, case.H, case.D).transpose(0, 2, 1, 3)
+
+        def merge() -> np.ndarray:
+            return out.transpose(0, 2, 1, 3).reshape(merged.shape)
+
+        def in_place() -> np.ndarray:
+            np.matmul(weights, v, out=heads_of_merged)
+            return merged
+
+        def product_and_merge() -> np.ndarray:
+            product(v)
+            return merge()
+
+        return ({"merged": product_and_merge, "in place": in_place, "product": lambda: product(v), "merge copy": merge},
+                {"merged": product_and_merge, "in place": in_place})
+
+    def copy() -> list[np.ndarray]:
+        return [np.ascontiguousarray(x) for x in operands]
+
+    before = copy()
+    products = {"strided": lambda: product(*operands), "contiguous": lambda: product(*copy()), "packed": lambda: product(*before)}
+    return {**products, "copy": copy}, products
+
+
+def checked_arms(case: Case, what: str, layout: str) -> Arms:
+    """The arms, once those that compute have given the same answer.
+
+    Raises
+    ------
+    ArmsDisagreeError
+    """
+    functions, products = arms(case, what, layout)
+    agree(f"{layout} {case.label} {what}", {name: {what: product().copy()} for name, product in products.items()},
+          TOLERANCE[case.dtype])
+    return functions
+
+
+def trial(case: Case, what: str, layout: str, seconds: float) -> Trial:
+    flops = case.flops("forward") // 2      # one of the two products
+
+    def measure(seconds: float) -> dict[str, Any]:
+        functions = checked_arms(case, what, layout)
+        with one_blas_thread() as held:
+            for function in functions.values():
+                function()
+            times = interleave(functions, seconds, None if held else lambda: time.sleep(REST))
+        return {"rounds": len(next(iter(times.values()))), "flops": flops, "one_blas_thread": held,
+                "arms": {name: {"best": float(t.min()), **interval(t)} for name, t in times.items()},
+                "ratios": {f"{a}/{b}": interval(times[a] / times[b]) for a, b in RATIOS[what]}}
+
+    if blas_threads() is None:
+        seconds = max(seconds, LEAST_ROUNDS * len(ARMS[what]) * REST)
+    label = f"{layout} {case.shape} f{8 * case.itemsize} {what}"
+    return Trial(NAME, label, {**asdict(case), "what": what, "layout": layout}, measure, seconds, 3 * flops)
+
+
+def trials(quick: bool, num_threads: int) -> list[Trial]:
+    """Around the first centre lengths, widths, numbers of heads and the dtype, one at a time; few interleaved heads, which may
+    take NumPy long."""
+    seconds = QUICK_SECONDS if quick else FULL_SECONDS
+    first = cases.CENTRES[0]
+    shapes = [first, cases.case(12, 128, 64, B=8), cases.case(4, 2048, 64)]
+    if not quick:
+        shapes += [cases.case(24, 512, 32), cases.case(6, 512, 128), cases.case(16, 512, 64), cases.case(48, 512, 64),
+                   cases.case(12, 32, 64, B=32), cases.case(12, 1024, 64)]
+    double = cases.case(12, 512, 64, dtype="float64")
+    small = [cases.case(4, 128, 64), *([] if quick else [cases.case(4, 256, 64), cases.case(4, 128, 64, dtype="float64")])]
+    found = [trial(case, what, FUSED, seconds) for case in (*shapes, double) for what in ("scores", "output", "merge")
+             if not quick or case is first or what == "scores" or (what == "output" and case is shapes[1])]
+    return found + [trial(case, what, INTERLEAVED, seconds) for case in small for what in ("scores", "output")]
+
+
+# -------------------------------------------------------------------------------------------------- answer
+
+def answer(found: Found) -> Answer | None:
+    """What NumPy does with strided heads, and what of its time are copies."""
+    records = [r for r in found["records"] if r["question"] == NAME]
+    if not records:
+        return None
+    fused = [r for r in of(records, layout=FUSED) if r["factors"]["what"] != "merge"]
+    interleaved, merges = of(records, layout=INTERLEAVED), of(records, what="merge")
+    held = all(r["one_blas_thread"] for r in records)
+    short = " ".join(filter(None, (_fused_sentence(fused), _interleaved_sentence(interleaved), _merge_sentence(merges))))
+    method = ("`np.matmul` with out= into memory that is there before, on random heads split from one buffer (B, L, 3·H·D): "
+              "views (B, H, L, D) whose elements lie side by side (fused) or H apart (interleaved: reshape(B, L, D, H)). The "
+              "arms were checked to agree, then run in turn. "
+              + ("NumPy's BLAS was held at one thread." if held else
+                 f"NumPy's BLAS chose its threads; before each call {REST} s passed, so that those of the call before had come "
+                 "to rest."))
+    limits = ("Products alone, no softmax; the textbook's result memory is fresh at each call, here it is reused. "
+              + ("With more BLAS threads products take less and a copy, which NumPy makes with one, the same: its share grows."
+                 if held else ""))
+    tables = [_table(fused + interleaved, "scores", "Products on strided heads and on copied ones"),
+              _table(merges, "merge", "The output as (B, L, H·D)")]
+    bars = [bar for r in fused for bar in _bars(r)]
+    pictures = [Picture("numpy", "Time of NumPy's product on strided heads, and on heads that it copies first, by its parts.",
+                        "stacked_bars", {"title": "NumPy: strided heads against heads copied first", "bars": bars,
+                                         "x": "time over that of the product on heads packed before", "reference": 1.0})]
+    return Answer(short, method, limits.strip(), [t for t in tables if t.rows], pictures if bars else [])
+
+
+def _count(number: int, records: Sequence[Record]) -> str:
+    return f"{number} of {len(records)} products"
+
+
+def _means(records: Sequence[Record], ratio: str) -> str:
+    """The geometric mean of a ratio, with its smallest and its largest."""
+    values = [r["ratios"][ratio]["median"] for r in records]
+    return f"{geomean(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
+
+
+def _fused_sentence(records: Sequence[Record]) -> str:
+    if not records:
+        return ""
+    pairs = [r["ratios"]["strided/contiguous"] for r in records]
+    faster = sum(differs(p) and p["median"] < 1 for p in pairs)
+    slower = sum(differs(p) and p["median"] > 1 for p in pairs)
+    return (f"Heads of a fused projection: np.matmul on the views is faster than copying first in {_count(faster, records)} and "
+            f"slower in {slower}; it takes {_means(records, 'strided/contiguous')} of that time, and "
+            f"{_means(records, 'strided/packed')} of the time on heads packed before (geometric mean, extremes). The copy is "
+            f"{_means(records, 'copy/contiguous')} of the time of copying and multiplying.")
+
+
+def _interleaved_sentence(records: Sequence[Record]) -> str:
+    """Whether NumPy copies what BLAS cannot take, or multiplies in a loop of its own."""
+    if not records:
+        return ""
+    loops = [r for r in records if r["ratios"]["strided/contiguous"]["low"] > LOOP]
+    copies = [r for r in records if r["ratios"]["strided/contiguous"]["high"] < COPY]
+    other = [r for r in records if r not in loops and r not in copies]
+    parts = [f"in {_count(len(group), records)} np.matmul takes {_means(group, 'strided/packed')} times as long as on packed "
+             f"ones and {_means(group, 'strided/contiguous')} times as long as copying and multiplying, of which the copy is "
+             f"{_means(group, 'copy/contiguous')}{verdict}"
+             for group, verdict in ((loops, ": the loss is not a copy but a loop of NumPy's own in place of BLAS"),
+                                    (copies, ": NumPy makes that copy itself, and its loss is no more"), (other, "")) if group]
+    return f"Heads interleaved element by element, which BLAS cannot take: {'; '.join(parts)}."
+
+
+def _merge_sentence(records: Sequence[Record]) -> str:
+    if not records:
+        return ""
+    return (f"Merging the heads of the output by transpose and reshape is {_means(records, 'merge copy/merged')} of the time of "
+            f"product and merge; writing into a view of the merged array instead takes {_means(records, 'in place/merged')} of "
+            f"it, and {_means(records, 'in place/product')} of the product alone.")
+
+
+def _table(records: Sequence[Record], what: str, title: str) -> Table:
+    names, ratios = ARMS[what], [f"{a}/{b}" for a, b in RATIOS[what]]
+    rows = [[r["label"], *(time_text(r["arms"][name]["median"]) for name in names),
+             *(ratio_text(r["ratios"][ratio]) for ratio in ratios)] for r in records]
+    formulas = " and ".join(FORMULAS[w] for w in dict.fromkeys(r["factors"]["what"] for r in records))
+    return Table(title, ["case", *names, *ratios], rows,
+                 f"{formulas}; median times of a call; ratios within a round, with half the width of their 95 % interval, “=” "
+                 "where it holds 1")
+
+
+def _bars(record: Record) -> list[dict[str, Any]]:
+    """A product on strided heads, and one that copies first in its parts, over the time on packed heads."""
+    unit = record["arms"]["packed"]["median"]
+    strided, whole, copy = ({key: record["arms"][name][key] / unit for key in ("median", "low", "high")}
+                            for name in ("strided", "contiguous", "copy"))
+    parts = {"strided": [{"name": "product", "value": strided["median"]}],
+             "contiguous": [{"name": "product", "value": max(0.0, whole["median"] - copy["median"])},
+                            {"name": "copy", "value": copy["median"]}]}
+    return [{"label": name, "group": record["label"].removeprefix(f"{FUSED} "), "parts": parts[name], "low": ends["low"],
+             "high": ends["high"]} for name, ends in (("strided", strided), ("contiguous", whole))]
