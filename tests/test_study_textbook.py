@@ -10,7 +10,7 @@ from fastmha.study.cases import case
 from fastmha.study.textbook import FUSED, INTERLEAVED
 from fastmha.study.trial import ArmsDisagreeError
 
-TINY = [case(3, 5, 4, B=2), case(2, 6, 3, dtype="float64")]
+TINY = [case(2, 3, 5, 4), case(1, 2, 6, 3, dtype="float64")]
 tiny = pytest.mark.parametrize("case", TINY, ids=lambda case: case.label)
 layouts = pytest.mark.parametrize("layout", [FUSED, INTERLEAVED])
 

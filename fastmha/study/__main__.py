@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import json
 import shlex
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastmha import threads
-from fastmha.study import machine, questions, runner
+from fastmha.study import machine, questions, runner, shape
 from fastmha.study.trial import ArmsDisagreeError, Trial
 
 EXTRA = ("rich", "matplotlib")
@@ -23,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", default=[], choices=questions.NAMES, metavar="QUESTION",
                         help=f"one question of {', '.join(questions.NAMES)}; may be given several times")
     parser.add_argument("--threads", type=positive, metavar="N", help="threads of each call (default: all usable CPUs)")
+    parser.add_argument("--shape", type=shape.parse, metavar="B,L,d_model,H",
+                        help="instead of the questions, one layer of this shape: operations and bytes on paper, time and memory "
+                             "measured; writes no files")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     parser.add_argument("--out", type=Path, default=Path("fastmha-study"), metavar="DIR",
                         help="folder for results.json, pictures and report.html (default: %(default)s); an interrupted study "
@@ -42,6 +46,8 @@ positive.__name__ = "positive integer"      # argparse puts it into its message
 def run(options: argparse.Namespace, command: str) -> int:
     """Measure, print the tables, save results, pictures and report. Returns the exit status: 1 if arms disagree, 2 if the
     extra is not installed or the folder cannot serve, 130 if it was interrupted."""
+    if options.shape is not None:
+        return shape.run(options.shape, options.threads, options.quick, options.json, command)
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         return failed(f'needs {" and ".join(missing)}: pip install "fastmha[study]"')
@@ -55,25 +61,32 @@ def run(options: argparse.Namespace, command: str) -> int:
     asked = questions.chosen(options.only)
     trials = questions.trials(asked, options.quick, num_threads)
     talk = Console(stderr=options.json)
+    store = None
     try:
         store = runner.Store(options.out, {**machine.describe(num_threads, command), "quick": options.quick})
-        flops, seconds = runner.planned(trials)
-        talk.print(f"{len(trials)} measurements, at least {flops / 1e12:.1f} TFLOP, about {seconds / 60:.1f} minutes", highlight=False)
-        kept = sum((t.question, t.label) in store.records for t in trials)
-        if kept:
-            talk.print(f"{kept} of them were measured before the interruption", highlight=False)
-        measure(trials, store, talk)
+        left = [t for t in trials if (t.question, t.label) not in store.records]
+        if len(left) < len(trials):
+            talk.print(f"{len(trials) - len(left)} of {len(trials)} measurements were made before the interruption",
+                       highlight=False)
+        flops, seconds = runner.planned(left)
+        talk.print(f"{len(left)} measurements, at least {flops / 1e12:.1f} TFLOP, about {seconds / 60:.1f} minutes",
+                   highlight=False)
+        measure(left, store, talk)
         found = store.finish(trials)
         from fastmha.study import report
 
         if options.json:
-            print(json.dumps(found, indent=1, ensure_ascii=False))
+            print(json.dumps(found, indent=1))
         files = report.write(options.out, found, asked, None if options.json else talk)
     except (ArmsDisagreeError, runner.OtherStudyError) as error:
         return failed(str(error), 1 if isinstance(error, ArmsDisagreeError) else 2, ": ")
     except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EIO):     # not about a file: a trial's own
+            raise
         return failed(f"cannot write into {options.out}: {error.strerror}")
     except KeyboardInterrupt:
+        if store is not None and not store.path.exists():
+            return failed(f"interrupted; {store.results} holds the measurements, the report is not written", 130, ": ")
         return failed(f"interrupted; the same command goes on from what {options.out} holds", 130, ": ")
     for what, path in files.items():
         talk.print(f"{what}: {path}", highlight=False, soft_wrap=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from types import ModuleType
 
-from fastmha.study import counts, crossover, heads, kv_cache, layers, projections, strides, textbook
+from fastmha.study import counts, crossover, heads, kv_cache, layers, memory, projections, strides, textbook
 from fastmha.study.trial import Trial
 
-ALL: tuple[ModuleType, ...] = (heads, strides, projections, crossover, kv_cache, textbook, counts, layers)
+ALL: tuple[ModuleType, ...] = (heads, strides, projections, crossover, kv_cache, textbook, counts, layers, memory)
 NAMES = tuple(question.NAME for question in ALL)
 
 

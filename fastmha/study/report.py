@@ -1,18 +1,240 @@
 """Answers as text for the terminal, as Markdown, and as one HTML file that opens without a network."""
 from __future__ import annotations
 
+import base64
+import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fastmha.study.answer import Found
+from fastmha.study.answer import Answer, Found, Picture, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+TITLE = "Memory-layout study"
+PAGE, TEXT = "report.html", "report.md"
+NOT_MEASURED = "Not measured."
+FIRST, OTHER = 24, 30       # columns of the terminal that a folded first column keeps, and that another column of text takes
+NUMBER = re.compile(r"[=<>≈~]?\s*[-−+±]?\d")
+SIGNS = re.compile(r"[\\*\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")     # of Markdown; not the _ within a name
+NOTHING = ("", "-", "–", "—", "not measured")
+
+STYLE = """\
+body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
+h1, h2, h3 { line-height: 1.2 }
+h2 { margin-top: 3rem; border-top: 1px solid #999; padding-top: 1rem }
+.question { font-style: italic }
+.short { border-left: 4px solid #111; padding-left: .8rem; font-size: 1.1em }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; margin: .5rem 0; font-size: .9em }
+caption { text-align: left; font-weight: bold; padding: .3rem 0 }
+th, td { text-align: left; vertical-align: top; padding: .15rem .9rem .15rem 0; border-bottom: 1px solid #ccc }
+thead th { vertical-align: bottom; border-bottom: 1px solid #111 }
+tbody th { font-weight: normal }
+.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+.note, figcaption { font-size: .9em; color: #444; margin: .2rem 0 1.2rem }
+figure { margin: 1.5rem 0 }
+img { max-width: 100%; height: auto }
+@media print {
+  body { font-size: 10pt; max-width: none; margin: 0; padding: 0 }
+  h2 { break-before: page; border: 0 }
+  h2, h3, caption { break-after: avoid }
+  figure, tr { break-inside: avoid }
+  img { max-height: 23cm }
+  .wide { overflow: visible }
+  a { color: inherit; text-decoration: none }
+}"""
+
+Answers = Sequence[tuple[ModuleType, "Answer | None"]]
 
 
 def write(folder: Path, found: Found, asked: Sequence[ModuleType], console: Console | None) -> dict[str, Path]:
     """Draw the pictures of the answers, write report.html and report.md, print the tables to the console unless it is None.
     Returns what was written, by what it is."""
-    raise NotImplementedError
+    from fastmha.study import plots, runner
+
+    answers = [(question, question.answer(found)) for question in asked]
+    if console is not None:
+        _print(console, found, answers)
+    for _, answer in answers:
+        for picture in answer.pictures if answer else ():
+            getattr(plots, picture.kind)(_file(folder, picture), found, **picture.data)
+    for name, text in ((PAGE, _page(folder, found, answers)), (TEXT, markdown(found, answers))):
+        (folder / name).write_text(text, encoding="utf-8")
+    return {"Results": folder / runner.RESULTS, "Report": folder / PAGE, "Pictures": folder}
+
+
+def facts(found: Found) -> list[tuple[str, str]]:
+    """What a reader needs to judge the figures: name and text."""
+    machine, versions, limits, count = found["machine"], found["versions"], found["limits"], found["threads"]
+    caches = ", ".join(f"{name} {_bytes(size)}" for name, size in machine["caches"].items())
+    products = [f"{limits[name] / 1e9:,.0f} GFLOP/s in {name}" for name in ("float32", "float64") if name in limits]
+    return [
+        ("Command", found["command"]),
+        ("Date", found["date"]),
+        ("CPU", f"{machine['cpu']}, {machine['cpus_usable']} usable{f'; caches {caches}' if caches else ''}"),
+        ("System", f"{machine['system']}, {machine['architecture']}"),
+        ("Threads, kernels", f"{count} thread{'s' * (count != 1)}, {found['kernels']['isa']}"),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("Limits, measured", f"products: {', '.join(products)}; read from memory: {limits['read'] / 1e9:.3g} GB/s"),
+        ("Measurements", f"{len(found['records'])}{' (a quick look)' if found.get('quick') else ''}"),
+    ]
+
+
+def numbers(table: Table) -> list[bool]:
+    """Which columns hold numbers; the first names its row."""
+    columns = [[row[at] for row in table.rows] for at in range(1, len(table.columns))]
+    return [False, *(any(map(NUMBER.match, cells)) and all(NUMBER.match(cell) or cell in NOTHING for cell in cells)
+                     for cells in columns)]
+
+
+# ------------------------------------------------------------------------------------------------ the terminal
+
+def _print(console: Console, found: Found, answers: Answers) -> None:
+    from rich.text import Text
+
+    count = found["threads"]
+    console.print(Text(f"{found['machine']['cpu']}, {count} thread{'s' * (count != 1)}, {found['kernels']['isa']} kernels"))
+    for question, answer in answers:
+        console.print()
+        console.print(Text(question.TITLE, "bold"))
+        console.print(Text(answer.short if answer else NOT_MEASURED))
+        for table in answer.tables if answer else ():
+            console.print()
+            console.print(Text(table.title, "italic"))
+            _print_table(console, table)
+            if table.note:
+                console.print(Text(table.note, "dim"))
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """As many columns as fit beside the first, then the first again with the others."""
+    from rich import box
+    from rich.table import Table as Shown
+    from rich.text import Text
+
+    numeric = numbers(table)
+    longest = [max((len(row[at]) for row in table.rows), default=0) for at in range(len(table.columns))]
+    words = [max(map(len, name.split()), default=0) for name in table.columns]
+    widths = [max(longest[at] if numeric[at] else min(OTHER, max(longest[at], len(table.columns[at]))), words[at])
+              for at in range(len(table.columns))]
+    first = max(longest[0], words[0])
+    parts: list[list[int]] = [[]]
+    for at in range(1, len(widths)):
+        beside = sum(widths[i] + 2 for i in [*parts[-1], at])
+        if parts[-1] and min(first, FIRST) + beside > console.width:
+            parts.append([])
+        parts[-1].append(at)
+    for number, part in enumerate(parts):
+        if number:
+            console.print()
+        shown = Shown(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        left = max(8, console.width - sum(widths[at] + 2 for at in part))
+        shown.add_column(Text(table.columns[0]), width=min(first, left), overflow="fold")
+        for at in part:
+            shown.add_column(Text(table.columns[at]), width=widths[at], justify="right" if numeric[at] else "left",
+                             overflow="fold")
+        for row in table.rows:
+            shown.add_row(*(Text(row[at], no_wrap=numeric[at]) for at in (0, *part)))
+        console.print(shown)
+
+
+# ------------------------------------------------------------------------------------------------ Markdown
+
+def markdown(found: Found, answers: Answers) -> str:
+    """The report as Markdown, with links to the pictures beside it."""
+    parts = [f"# {TITLE}", markdown_table(Table("", ("", ""), facts(found)))]
+    for question, answer in answers:
+        parts += [f"## {_marked(question.TITLE)}", f"*{_marked(question.QUESTION)}*"]
+        if answer is None:
+            parts.append(NOT_MEASURED)
+            continue
+        parts += [f"**Answer:** {_marked(answer.short)}", f"**Method:** {_marked(answer.method)}"]
+        for table in answer.tables:
+            parts += [f"### {_marked(table.title)}", markdown_table(table), *([_marked(table.note)] if table.note else ())]
+        for picture in answer.pictures:
+            parts += [f"![{_marked(_alternative(picture))}]({picture.name}.png)", _marked(picture.caption)]
+        parts.append(f"**Limits:** {_marked(answer.limits)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(table: Table) -> str:
+    """The rows of a table as Markdown, numbers to the right; without its title and note."""
+    lines = [table.columns, ["---:" if number else "---" for number in numbers(table)], *table.rows]
+    return "\n".join(f"| {' | '.join(line if at == 1 else map(_cell, line))} |" for at, line in enumerate(lines))
+
+
+def _cell(text: str) -> str:
+    return _marked(" ".join(text.split())).replace("|", "\\|")
+
+
+def _marked(text: str) -> str:
+    """Text in which Markdown finds no signs of its own but `code`."""
+    parts = re.split(r"(`[^`\n]+`)", text)      # every second is code
+    parts[::2] = [SIGNS.sub(r"\\\g<0>", part.replace("&", "&amp;").replace("<", "&lt;")) for part in parts[::2]]
+    return "".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ HTML
+
+def _page(folder: Path, found: Found, answers: Answers) -> str:
+    about = "".join(f"<tr><th>{_shown(name)}</th><td>{_shown(text)}</td></tr>\n" for name, text in facts(found))
+    contents = "".join(f'<li><a href="#{_shown(q.NAME)}">{_shown(q.TITLE)}</a></li>\n' for q, _ in answers)
+    sections = "".join(_section(folder, question, answer) for question, answer in answers)
+    title = _shown(f"fastmha: {TITLE.lower()}, {found['machine']['cpu']}, {found['date'][:10]}")
+    return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
+            f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<header>\n<h1>{TITLE}</h1>\n"
+            f'<div class="wide"><table>\n<tbody>\n{about}</tbody>\n</table></div>\n</header>\n'
+            f"<nav>\n<ol>\n{contents}</ol>\n</nav>\n<main>\n{sections}</main>\n</body>\n</html>\n")
+
+
+def _section(folder: Path, question: ModuleType, answer: Answer | None) -> str:
+    head = (f'<section id="{_shown(question.NAME)}">\n<h2>{_shown(question.TITLE)}</h2>\n'
+            f'{_paragraphs(question.QUESTION, "question")}')
+    if answer is None:
+        return f"{head}<p>{NOT_MEASURED}</p>\n</section>\n"
+    pictures = "".join(
+        f'<figure>\n<img alt="{_shown(_alternative(picture))}" src="data:image/png;base64,'
+        f'{base64.b64encode(_file(folder, picture).read_bytes()).decode("ascii")}">\n'
+        f"<figcaption>{_shown(picture.caption)}</figcaption>\n</figure>\n" for picture in answer.pictures)
+    return (f'{head}{_paragraphs(answer.short, "short")}<h3>Method</h3>\n{_paragraphs(answer.method)}'
+            f'{"".join(map(_table, answer.tables))}{pictures}<h3>Limits</h3>\n{_paragraphs(answer.limits)}</section>\n')
+
+
+def _table(table: Table) -> str:
+    kinds = [' class="n"' if number else "" for number in numbers(table)]
+    head = "".join(f'<th scope="col"{kind}>{_shown(name)}</th>' for kind, name in zip(kinds, table.columns))
+    rows = "".join(f'<tr><th scope="row">{_shown(row[0])}</th>'
+                   + "".join(f"<td{kind}>{_shown(cell)}</td>" for kind, cell in zip(kinds[1:], row[1:])) + "</tr>\n"
+                   for row in table.rows)
+    return (f'<div class="wide"><table>\n<caption>{_shown(table.title)}</caption>\n<thead>\n<tr>{head}</tr>\n</thead>\n'
+            f"<tbody>\n{rows}</tbody>\n</table></div>\n" + (_paragraphs(table.note, "note") if table.note else ""))
+
+
+def _paragraphs(text: str, kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return "".join(f"<p{named}>{_shown(part)}</p>\n" for part in text.split("\n\n"))
+
+
+def _shown(text: str) -> str:
+    """Text as HTML; `code` as such."""
+    return re.sub(r"`([^`\n]+)`", r"<code>\1</code>", html.escape(text))
+
+
+def _alternative(picture: Picture) -> str:
+    """What is said where the picture is not seen."""
+    return str(picture.data.get("title", picture.caption)).replace("`", "")
+
+
+def _file(folder: Path, picture: Picture) -> Path:
+    return folder / f"{picture.name}.png"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
+
+

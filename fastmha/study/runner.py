@@ -48,8 +48,8 @@ class Store:
             self.path.write_text(json.dumps({"format": FORMAT, **key}) + "\n", encoding="utf-8")
         elif lines[0] != {"format": FORMAT, **key}:
             differing = [name for name in key if lines[0].get(name) != key[name]]
-            raise OtherStudyError(f"{self.path} holds a part of a study with other {' and '.join(differing or ['format'])}: "
-                                  "give another --out, or delete it")
+            what = " and ".join(differing or ["format"]).replace("quick", "--quick")
+            raise OtherStudyError(f"{self.path} holds a part of a study that differs in {what}: give another --out, or delete it")
         for line in lines[1:]:
             self._take(line)
 

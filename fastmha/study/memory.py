@@ -1,0 +1,565 @@
+"""Operations and bytes of a layer: what `fastmha.analysis` counts on paper against what a process holds and how long it takes.
+
+Each measurement is a process of its own, which this module runs with the work as its one argument (`python -m
+fastmha.study.memory`). It makes what the count has, weights, input and for a training step the output's gradient, gives back to
+the system what making them has left in the allocator, and calls the layer: the peak of its resident memory, above what was
+resident before any of them was made, stands against `analysis.count_memory_bytes`. The works::
+
+    blas, weights   forward with ``need_weights=True``: the score matrices are materialised, as the textbook has them
+    blas            the same products, but only blocks of the scores exist at a time: the count less the score matrices
+    tiled           no scores
+    … training      forward and backward
+"""
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastmha import MultiHeadAttention, analysis, plan
+from fastmha.study.answer import Answer, Found, Picture, Record, Table, of
+from fastmha.study.trial import Trial, interval
+
+NAME = "memory"
+TITLE = "Operations, bytes and the length of the sequence"
+QUESTION = ("Where do the operations and the bytes of a layer go as sequences grow, and does a process hold and take what "
+            "is counted on paper?")
+NEEDS: tuple[str, ...] = ()
+
+DOMINATES = 64_000_000      # counted bytes from which stacks, kept scratch and the allocator's slack are a small part
+TOLERANCE = 0.10
+LARGEST_SHARE = 0.5         # of the free memory that a measurement may take
+START_SECONDS = 0.5         # a process that imports NumPy and SciPy's BLAS
+ROUGH_RATE = 1e11           # operations/s, only to plan
+D_MODEL, HEADS = 768, 12
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of a layer without biases in float32, full attention: a forward, or with `training` a forward and a backward."""
+
+    B: int
+    L: int
+    d_model: int
+    H: int
+    algorithm: str
+    training: bool = False
+    weights: bool = False       # need_weights=True
+
+    @property
+    def arm(self) -> str:
+        """Such as "blas, weights" or "tiled, training"."""
+        return self.algorithm + ", weights" * self.weights + ", training" * self.training
+
+    @property
+    def label(self) -> str:
+        return f"B{self.B} L{self.L} d{self.d_model} H{self.H} {self.arm}"
+
+    @property
+    def flops(self) -> int:
+        return analysis.count_flops(self.B, self.L, self.d_model, self.H, backward=self.training)
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Bytes by component and in total, as the textbook has them."""
+        return analysis.count_memory_bytes(self.B, self.L, self.d_model, self.H, algorithm=self.algorithm,
+                                           backward=self.training)
+
+    @property
+    def held(self) -> int:
+        """The counted bytes without the score matrices where only blocks of them exist."""
+        return self.counted["total"] - (0 if self.weights else scores_bytes(self.counted))
+
+    def scratch(self, num_threads: int) -> int:
+        """Bytes in which the attention works, of all threads: not counted."""
+        heads = np.broadcast_to(np.float32(0), (self.B, self.H, self.L, self.d_model // self.H))
+        return plan(heads, heads, heads, algorithm=self.algorithm, backward=self.training, num_threads=num_threads).scratch_bytes
+
+
+def scores_bytes(components: Mapping[str, int]) -> int:
+    return components.get("scores", 0) + components.get("grad_scores", 0)
+
+
+def flop_parts(B: int, L: int, d_model: int, H: int, *, training: bool = False) -> dict[str, int]:
+    """The three terms of `analysis.count_flops`: "projections", "attention" (the products over the pairs), "softmax"."""
+    projections, attention, softmax = 8 * B * L * d_model**2, 4 * B * L**2 * d_model, 5 * B * H * L**2
+    if training:    # products: 2 a pair forward, 5 backward
+        projections, attention, softmax = 3 * projections, attention // 2 * 7, 2 * softmax
+    return {"projections": projections, "attention": attention, "softmax": softmax}
+
+
+# ------------------------------------------------------------------------------------------------ one measurement
+
+def free_bytes() -> int | None:
+    """Memory that a new process may take without swapping; None where the system does not tell."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+        group = Path("/sys/fs/cgroup")      # a container's limit
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass
+    if not found and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
+
+
+def measure(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
+    """Run a work in a process of its own.
+
+    Returns
+    -------
+    dict
+        "counted_bytes", "components" (counted), "held_bytes" (counted, of what the library holds), "scratch_bytes" (planned,
+        not counted), "flops", and either "peak_bytes" and "seconds" {"best", "median", "low", "high", "calls"}, or "missing":
+        why they could not be measured.
+    """
+    components = dict(work.counted)
+    about = {"counted_bytes": components.pop("total"), "components": components, "held_bytes": work.held,
+             "scratch_bytes": work.scratch(num_threads), "flops": work.flops}
+    free = free_bytes()
+    if free is not None and work.held > LARGEST_SHARE * free:
+        return {**about, "missing": f"it needs {bytes_text(work.held)}, and {bytes_text(free)} of memory are free"}
+    given = json.dumps({"work": asdict(work), "threads": num_threads, "seconds": seconds})
+    done = subprocess.run([sys.executable, "-m", "fastmha.study.memory", given], stdin=subprocess.DEVNULL, capture_output=True,
+                          text=True)
+    if done.returncode == 0:
+        return {**about, **json.loads(done.stdout)}
+    said = done.stderr.strip().splitlines()
+    if done.returncode < 0:
+        said = [f"ended by {signal.Signals(-done.returncode).name}"]
+    return {**about, "missing": f"its process failed: {said[-1] if said else f'exit status {done.returncode}'}"}
+
+
+def resident(name: str) -> int:
+    """"VmRSS", the resident bytes of this process, or "VmHWM", their peak. OSError where the system does not tell."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) << 10
+    raise OSError
+
+
+def peak_so_far() -> int:
+    """The peak of the resident bytes where it cannot be reset."""
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
+
+
+def trim() -> None:
+    """Give freed memory that the C library keeps back to the system, where it can."""
+    if sys.platform == "linux":
+        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)     # glibc
+        if give_back is not None:
+            give_back(0)
+
+
+class Watch:
+    """The peak of this process's resident memory above its state when the watch was made.
+
+    Where the system can forget a peak (Linux), that of what came before `reset` is not in it. Elsewhere it is, in the peak
+    and in the state: what is found is then too small by what earlier work had held and given back.
+    """
+
+    def __init__(self) -> None:
+        trim()
+        try:
+            self._base, self._now = resident("VmRSS"), lambda: resident("VmHWM")
+            self.reset()
+        except OSError:
+            self._base, self._now = peak_so_far(), peak_so_far
+
+    def reset(self) -> None:
+        """Let the peak begin here."""
+        trim()
+        if self._now is not peak_so_far:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def peak(self) -> int:
+        return max(0, self._now() - self._base)
+
+
+def work_here(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
+    """Do the work in this process, which has done nothing before: the peak of the first call, and the time of later ones, at
+    least one, for so many seconds; with no seconds that of the first."""
+    try:
+        warm_up(work, num_threads)
+        watch = Watch()
+    except ImportError:
+        return {"missing": "this system does not tell the peak of a process's memory"}
+    module = MultiHeadAttention(work.d_model, work.H, layout="strided", algorithm=work.algorithm, rng=0)
+    generator = np.random.default_rng(1)
+    shape = work.B, work.L, work.d_model
+    X = generator.standard_normal(shape, np.float32)
+    grad_output = generator.standard_normal(shape, np.float32) if work.training else None
+    watch.reset()
+    times: list[float] = []
+    while True:
+        start = time.perf_counter()
+        results = call(module, work, X, grad_output, num_threads)
+        times.append(time.perf_counter() - start)
+        del results
+        if len(times) == 1:
+            peak, end = watch.peak(), time.perf_counter() + seconds
+        if not seconds or (len(times) > 1 and time.perf_counter() + times[-1] > end):
+            break
+    values = np.array(times[1:] or times)
+    return {"peak_bytes": peak, "seconds": {"best": float(values.min()), **interval(values), "calls": len(values)}}
+
+
+def warm_up(work: Work, num_threads: int) -> None:
+    """A tiny call: code, the pool's threads and BLAS's buffers are there once, not for this work."""
+    module = MultiHeadAttention(64, 4, layout="strided", algorithm=work.algorithm, rng=0)
+    tiny = Work(1, 64, 64, 4, work.algorithm, work.training, work.weights)
+    X = np.ones((1, 64, 64), np.float32)
+    call(module, tiny, X, X, num_threads)
+
+
+def call(module: MultiHeadAttention, work: Work, X: np.ndarray, grad_output: np.ndarray | None, num_threads: int) -> tuple:
+    """What the count has as results; they are alive as long as the tuple is."""
+    out = module.forward(X, need_weights=work.weights, training=work.training, num_threads=num_threads)
+    if grad_output is None or not work.training:
+        return (out,)
+    return out, module.backward(grad_output, num_threads=num_threads)
+
+
+# ------------------------------------------------------------------------------------------------ the trials
+
+def works(quick: bool) -> list[Work]:
+    """From the shortest to the longest. Training steps and `blas` at fewer lengths than they could be: they take seconds."""
+    def layer(L: int, algorithm: str, **more: bool) -> Work:
+        return Work(1, L, D_MODEL, HEADS, algorithm, **more)
+
+    lengths = (512, 1024, 2048)
+    if quick:
+        return [*(layer(L, "blas", weights=True) for L in lengths), layer(2048, "blas"),
+                *(layer(L, "tiled") for L in (*lengths, 4096)), layer(2048, "blas", training=True),
+                layer(2048, "tiled", training=True)]
+    other = [Work(2, 2048, 512, 8, "blas", weights=True), Work(2, 4096, 512, 8, "tiled"),
+             Work(2, 2048, 512, 8, "tiled", training=True)]
+    return [*(layer(L, "blas", weights=True) for L in (*lengths, 4096)), *(layer(L, "blas") for L in (*lengths, 4096)),
+            *(layer(L, "tiled") for L in (*lengths, 4096, 8192)), *(layer(L, "blas", training=True) for L in lengths),
+            *(layer(L, "tiled", training=True) for L in (*lengths, 4096)), *other]
+
+
+def trials(quick: bool, num_threads: int) -> list[Trial]:
+    """A process each."""
+    def trial(work: Work) -> Trial:
+        spend = max(0.1, work.flops / ROUGH_RATE) if quick else max(0.5, 2 * work.flops / ROUGH_RATE)
+        return Trial(NAME, work.label, {**asdict(work), "arm": work.arm, "threads": num_threads},
+                     lambda seconds: measure(work, num_threads, seconds - START_SECONDS), START_SECONDS + spend, work.flops)
+
+    return [trial(work) for work in works(quick)]
+
+
+# ------------------------------------------------------------------------------------------------ the answer
+
+def answer(found: Found) -> Answer | None:
+    """Sentences, tables and pictures from the records of this question."""
+    own = [r for r in found["records"] if r["question"] == NAME]
+    measured = [r for r in own if "peak_bytes" in r]
+    if not own:
+        return None
+    d_model, H = own[0]["factors"]["d_model"], own[0]["factors"]["H"]
+    series = {arm: of_arm(measured, arm) for arm in ("blas, weights", "blas", "tiled")}
+    short = " ".join(filter(None, (agreement(measured), growth_sentence(series), blocks_sentence(measured),
+                                   crossover_sentence(d_model))))
+    pictures = [flops_picture(d_model, H), intensity_picture(d_model, H, found)]
+    if measured:
+        pictures = [memory_picture(series), time_picture(series), components_picture(measured),
+                    *roofline_picture(measured, found), *pictures]
+    return Answer(
+        short=short,
+        method=("Counted: fastmha.analysis, every array of a layer once, float32, no bias, no mask. Measured: one call of "
+                "MultiHeadAttention in a process of its own: the peak of its resident memory above what was resident before "
+                "weights and input were made, after a tiny call that brings code, threads and BLAS's buffers into memory. "
+                "Times are of later calls in the same process, the growth of the fastest, "
+                "and contain the page faults of fresh memory, which every call of such sizes has."),
+        limits=(f"Counts below {bytes_text(DOMINATES)} are not judged: scratch and the allocator's slack, a few MB, are no "
+                "small part of them. The scratch of a training step by tiled is about 2 L D numbers a thread, so that many "
+                "threads hold more above the count than two. The "
+                "count of operations tells nothing about how fast each kind runs: those of the softmax are slower than those of "
+                "products."),
+        tables=[t for t in (*(memory_table(shape, list(filter(textbook, records))) for shape, records in by_shape(own).items()),
+                            *(blocks_table(shape, [r for r in records if not textbook(r)])
+                              for shape, records in by_shape(own).items()),
+                            growth_table(series), analysis_table(d_model, H)) if t.rows],
+        pictures=pictures)
+
+
+def of_arm(records: Iterable[Record], arm: str) -> list[Record]:
+    """Records of an arm by length, of the shape of the first."""
+    records = list(records)
+    if not records:
+        return []
+    shape = {name: records[0]["factors"][name] for name in ("B", "d_model", "H")}
+    return sorted(of(records, arm=arm, **shape), key=lambda r: r["factors"]["L"])
+
+
+def textbook(record: Record) -> bool:
+    """Whether the algorithm that ran holds all that is counted."""
+    return bool(record["held_bytes"] == record["counted_bytes"])
+
+
+def ratio(record: Record) -> float:
+    return float(record["peak_bytes"] / record["counted_bytes"])
+
+
+def within(record: Record) -> bool:
+    return abs(ratio(record) - 1) <= TOLERANCE
+
+
+def agreement(measured: Sequence[Record]) -> str:
+    judged = [r for r in measured if textbook(r) and r["counted_bytes"] >= DOMINATES]
+    if not judged:
+        return ""
+    worst = max(judged, key=lambda r: abs(ratio(r) - 1))
+    kept = sum(map(within, judged))
+    which = f"all {kept}" if kept == len(judged) else f"{kept} of {len(judged)}"
+    return (f"The measured peak is within {TOLERANCE:.0%} of the count in {which} works of at least {bytes_text(DOMINATES)}; "
+            f"farthest off is {worst['label']}: {ratio(worst):.2f} times the count.")
+
+
+def exponent(series: Sequence[Record], value: Callable[[Record], float]) -> float:
+    """p of value ~ L**p between the two longest sequences."""
+    a, b = series[-2:]
+    if min(value(a), value(b)) <= 0:        # where the peak of earlier work could not be forgotten
+        return math.nan
+    return math.log(value(b) / value(a)) / math.log(b["factors"]["L"] / a["factors"]["L"])
+
+
+def growing(record: Record, bytes_name: str) -> float:
+    """Bytes without those of the parameters, which do not depend on the length."""
+    return float(record[bytes_name] - record["components"]["weights"])
+
+
+GROWTH: tuple[tuple[str, Callable[[Record], float]], ...] = (
+    ("bytes counted", lambda r: growing(r, "held_bytes")), ("bytes measured", lambda r: growing(r, "peak_bytes")),
+    ("operations", lambda r: r["flops"]), ("time", lambda r: r["seconds"]["best"]))
+
+
+def growth_sentence(series: Mapping[str, Sequence[Record]]) -> str:
+    """About the arm that materialises scores and the one that has none."""
+    said = []
+    for arm, name in (("blas, weights", "blas with its weights"), ("tiled", "tiled")):
+        if len(series[arm]) < 2:
+            continue
+        a, b = (r["factors"]["L"] for r in series[arm][-2:])
+        counted, peak, flops, seconds = (exponent(series[arm], value) for _, value in GROWTH)
+        said.append(f"From L {a} to {b} the memory of {name}, less the parameters, grows as L^{peak:.2f} (counted {counted:.2f}) "
+                    f"and its time as L^{seconds:.2f} (operations {flops:.2f}).")
+    both = {r["factors"]["L"] for r in series["blas, weights"]} & {r["factors"]["L"] for r in series["tiled"]}
+    if both:
+        blas, tiled = (next(r for r in series[arm] if r["factors"]["L"] == max(both)) for arm in ("blas, weights", "tiled"))
+        said.append(f"At L {max(both)} blas with its weights holds {blas['peak_bytes'] / tiled['peak_bytes']:.1f} times what "
+                    "tiled holds.")
+    return " ".join(said)
+
+
+def blocks_sentence(measured: Sequence[Record]) -> str:
+    rest = [r for r in measured if not textbook(r) and r["counted_bytes"] >= DOMINATES]
+    if not rest:
+        return ""
+    r = min(rest, key=ratio)
+    return (f"Without being asked for weights blas keeps only blocks of its scores: {r['label']} held "
+            f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
+
+
+def crossover_sentence(d_model: int) -> str:
+    return (f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for d_model {d_model} at "
+            f"{analysis.crossover_length(d_model)}.")
+
+
+def by_shape(own: Sequence[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in own:
+        found.setdefault(factors_text(record["factors"]), []).append(record)
+    return found
+
+
+def row_name(record: Record) -> str:
+    return f"{record['factors']['arm']}, L {record['factors']['L']}"
+
+
+def memory_table(shape: str, own: Sequence[Record]) -> Table:
+    rows = []
+    for r in own:
+        rest = ("", "", r["missing"]) if "missing" in r else (bytes_text(r["peak_bytes"]), f"{ratio(r):.2f}", verdict(r))
+        rows.append((row_name(r), bytes_text(r["counted_bytes"]), *rest, bytes_text(r["scratch_bytes"])))
+    return Table(f"Peak memory, {shape}", ("", "counted", "measured", "ratio", f"within {TOLERANCE:.0%}", "scratch"), rows,
+                 f"small: counted below {bytes_text(DOMINATES)}, not judged. weights: the score matrices are asked for, and so "
+                 "materialised. training: forward and backward. scratch: planned, of all threads, not counted.")
+
+
+def verdict(record: Record) -> str:
+    """Of a record that was measured."""
+    return "small" if record["counted_bytes"] < DOMINATES else "yes" if within(record) else "NO"
+
+
+def blocks_table(shape: str, own: Sequence[Record]) -> Table:
+    rows = []
+    for r in own:
+        rest = ("", r["missing"]) if "missing" in r else (
+            bytes_text(r["peak_bytes"]), f"{r['peak_bytes'] / r['held_bytes']:.2f}")
+        rows.append((row_name(r), bytes_text(r["counted_bytes"]), bytes_text(r["held_bytes"]), *rest))
+    return Table(f"Peak memory of blas without weights, {shape}", ("", "textbook", "no scores", "measured", "ratio"), rows,
+                 "Where nobody asks for weights, blas computes scores in blocks that stay in the caches and keeps none: textbook "
+                 "is the count with score matrices, no scores the count without; ratio: measured over the latter.")
+
+
+def growth_table(series: Mapping[str, Sequence[Record]]) -> Table:
+    lengths = sorted({r["factors"]["L"] for records in series.values() for r in records})
+    steps = list(pairwise(lengths))
+    rows = []
+    for arm, records in series.items():
+        by_length = {r["factors"]["L"]: r for r in records}
+        pairs = [[by_length[a], by_length[b]] if a in by_length and b in by_length else None for a, b in steps]
+        if any(pairs):
+            rows += [(f"{arm}: {what}", *("" if pair is None else f"{exponent(pair, value):.2f}" for pair in pairs))
+                     for what, value in GROWTH]
+    return Table(f"Growth of a forward pass with the length, p of L^p, {shape_text(series)}",
+                 ("", *(f"{a}–{b}" for a, b in steps)), rows,
+                 "1: linear, 2: quadratic. Bytes are those without the parameters, for blas without weights also without score "
+                 "matrices; time is linear in L for the projections, quadratic for the rest.")
+
+
+def analysis_lengths(d_model: int) -> list[int]:
+    """From an eighth of the crossover to eight times it."""
+    return [max(1, int(analysis.crossover_length(d_model) * 2.0**n)) for n in range(-3, 4)]
+
+
+def analysis_table(d_model: int, H: int) -> Table:
+    rows = []
+    for L in analysis_lengths(d_model):
+        parts = flop_parts(1, L, d_model, H)
+        rows.append((f"{L}", *(f"{n / 1e9:.3g}" for n in parts.values()),
+                     f"{(parts['attention'] + parts['softmax']) / sum(parts.values()):.0%}",
+                     *(f"{analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name):.0f}" for name in ("blas", "tiled"))))
+    return Table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32",
+                 ("L", "projections", "attention", "softmax", "share", "blas", "tiled"), rows,
+                 "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; "
+                 "FLOP/byte with scores in memory (blas) and without (tiled).")
+
+
+def line(name: str, records: Sequence[Record], value: Callable[[Record], float], spread: str = "") -> dict[str, Any]:
+    drawn = {"name": name, "x": [r["factors"]["L"] for r in records], "y": [value(r) for r in records]}
+    return {**drawn, **{end: [r[spread][end] for r in records] for end in ("low", "high")}} if spread else drawn
+
+
+def memory_picture(series: Mapping[str, Sequence[Record]]) -> Picture:
+    lines = [one for arm, records in series.items() if records
+             for one in ((line(f"{arm}, counted", records, lambda r: r["held_bytes"] / 1e6)),
+                         line(f"{arm}, measured", records, lambda r: r["peak_bytes"] / 1e6))]
+    return Picture("memory_over_length", "Peak memory of a forward pass over the length of the sequence, both axes logarithmic: "
+                   "counted, for blas without weights less the score matrices, and measured.", "lines",
+                   {"title": f"Memory of a forward pass, {shape_text(series)}, float32",
+                    "panels": [{"title": "", "series": lines}],
+                    "x": "sequence length L", "y": "peak memory (MB)", "x_log2": True, "y_log": True})
+
+
+def time_picture(series: Mapping[str, Sequence[Record]]) -> Picture:
+    lines = [line(arm, records, lambda r: r["seconds"]["median"], "seconds") for arm, records in series.items() if records]
+    return Picture("time_over_length", "Time of a forward pass over the length of the sequence, both axes logarithmic; the mark "
+                   "is the length at which the products over the pairs have as many operations as the projections.", "lines",
+                   {"title": f"Time of a forward pass, {shape_text(series)}, float32",
+                    "panels": [{"title": "", "series": lines, "marks": marks(series)}],
+                    "x": "sequence length L", "y": "time (s)", "x_log2": True, "y_log": True})
+
+
+def first(series: Mapping[str, Sequence[Record]]) -> Mapping[str, Any]:
+    return next((records[0]["factors"] for records in series.values() if records), {"B": 1, "d_model": D_MODEL, "H": HEADS})
+
+
+def shape_text(series: Mapping[str, Sequence[Record]]) -> str:
+    return factors_text(first(series))
+
+
+def factors_text(factors: Mapping[str, Any]) -> str:
+    return f"B {factors['B']}, d_model {factors['d_model']}, {factors['H']} heads"
+
+
+def marks(series: Mapping[str, Sequence[Record]]) -> list[tuple[int, str]]:
+    length = analysis.crossover_length(first(series)["d_model"])
+    drawn = [r["factors"]["L"] for records in series.values() for r in records]
+    return [(length, f"crossover {length}")] if drawn and min(drawn) <= length <= max(drawn) else []
+
+
+def components_picture(measured: Sequence[Record]) -> Picture:
+    """Of each arm the longest sequence that all of them have, else its own longest."""
+    arms = list(dict.fromkeys(r["factors"]["arm"] for r in measured))
+    by_arm = {arm: of_arm(measured, arm) for arm in arms}
+    by_arm = {arm: records for arm, records in by_arm.items() if records}
+    shared = set.intersection(*({r["factors"]["L"] for r in records} for records in by_arm.values()))
+    bars = []
+    for arm, records in by_arm.items():
+        record = next((r for r in records if shared and r["factors"]["L"] == max(shared)), records[-1])
+        parts = [{"name": name, "value": n / 1e6} for name, n in record["components"].items()]
+        group = f"{arm}, L {record['factors']['L']}"
+        bars += [{"label": "counted", "group": group, "parts": parts},
+                 {"label": "measured", "group": group, "parts": [{"name": "measured", "value": record["peak_bytes"] / 1e6}]}]
+    return Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights keeps "
+                   "only blocks of its scores.", "stacked_bars",
+                   {"title": f"Memory by component, {shape_text(by_arm)}, float32", "bars": bars, "x": "memory (MB)"})
+
+
+def roofline_picture(measured: Sequence[Record], found: Found) -> list[Picture]:
+    """Of the works that hold what is counted."""
+    points = [{"group": r["factors"]["arm"], "dtype": "float32", "intensity": r["flops"] / r["counted_bytes"],
+               "rate": r["flops"] / r["seconds"]["median"]} for r in measured if textbook(r)]
+    return [Picture("memory_roofline", "Operations/s over counted operations a byte, every array counted once.", "roofline",
+                    {"title": "The layer under the machine's roofs", "points": points})] if points and found.get("limits") else []
+
+
+def flops_picture(d_model: int, H: int) -> Picture:
+    lengths = analysis_lengths(d_model)
+    parts = [flop_parts(1, L, d_model, H) for L in lengths]
+    length = analysis.crossover_length(d_model)
+    return Picture("flops_over_length", f"Operations of a forward pass by part, counted; at L = 2 d_model = {length} the "
+                   "products over the pairs overtake the projections.", "lines",
+                   {"title": f"Operations of a forward pass, B 1, d_model {d_model}, {H} heads",
+                    "panels": [{"title": "", "series": [{"name": name, "x": lengths, "y": [p[name] / 1e9 for p in parts]}
+                                                        for name in parts[0]], "marks": [(length, f"crossover {length}")]}],
+                    "x": "sequence length L", "y": "operations (GFLOP)", "x_log2": True, "y_log": True})
+
+
+def intensity_picture(d_model: int, H: int, found: Found) -> Picture:
+    """With the machine's own balance where its limits are known."""
+    lengths = analysis_lengths(d_model)
+    panel: dict[str, Any] = {"title": "", "series": [
+        {"name": name, "x": lengths, "y": [analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name) for L in lengths]}
+        for name in ("blas", "tiled")]}
+    limits, caption = found.get("limits") or {}, "Counted operations over counted bytes, every array once."
+    if limits:
+        panel["reference"] = limits["float32"] / limits["read"]
+        caption += (" The horizontal line is where this machine's arithmetic takes as long as its memory: above, arithmetic is "
+                    "the limit.")
+    return Picture("intensity_over_length", caption, "lines",
+                   {"title": f"Arithmetic intensity of a forward pass, B 1, d_model {d_model}, {H} heads, float32",
+                    "panels": [panel], "x": "sequence length L", "y": "FLOP/byte", "x_log2": True, "y_log": True})
+
+
+def bytes_text(number: float) -> str:
+    """Three digits: "1.61 GB", "37.7 MB"."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if number >= scale:
+            value = number / scale
+            return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f} {unit}"
+    return f"{number:.0f} bytes"
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    print(json.dumps(work_here(Work(**given["work"]), given["threads"], given["seconds"])))
