@@ -171,7 +171,8 @@ def count_memory_bytes(
     """Bytes of every array of one self-attention layer, each counted once.
 
     This is the textbook count: "blas" holds the whole score matrices, though the library may keep only blocks of them
-    at a time; "tiled" holds none. Tiles and scratch, which do not grow with B, are not counted.
+    at a time; "tiled" holds none. Tiles and scratch, which do not grow with B, are not counted; the largest is that of the
+    backward pass of "tiled", about L*(dk + dv) items a thread.
 
     Parameters
     ----------

@@ -19,7 +19,8 @@ _MINIMUM_ROWS = 8
 _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS = _core.tile_sizes()
 _DECODE_ROWS = 8                    # query rows a key/value head up to which "auto" decodes
 DECODE_ROWS_MAX = 64
-_LAYOUT_ROWS, _LAYOUT_BYTES = 256, 128      # of a head from where on "auto" has projections write it contiguous
+# from where on "auto" has projections write heads contiguous: tokens, bytes a token and head, bytes a head
+_LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
         return "strided", f"{L} tokens a batch row, below {_LAYOUT_ROWS}: a product for each head would be small"
     if head_bytes < _LAYOUT_BYTES:
         return "strided", f"{head_bytes} bytes a token and head, below {_LAYOUT_BYTES}: a product for each head would be narrow"
+    if L * head_bytes < _LAYOUT_HEAD_BYTES:
+        return "strided", f"heads of {L * head_bytes} bytes, below {_LAYOUT_HEAD_BYTES}: the caches hold them however they lie"
     return "contiguous", "a product for each head costs no more than one for all, and the kernels read heads from end to end"
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fastmha.study import report, runner
+from fastmha.study.questions import ALL as STUDY_ORDER
+
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/inference.md", "docs/design.md")
+DOCUMENTS = ("README.md", "docs/inference.md", "docs/design.md", "docs/layouts.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
 README = TEXTS["README.md"]
 # what Python shows, and the text right behind it that it prints
@@ -86,3 +89,28 @@ def test_files_that_the_documents_name_exist(name):
         assert ((ROOT / name).parent / path).is_file(), path
     for path in re.findall(r"python (\S+\.py)", TEXTS[name]):
         assert (ROOT / path).is_file(), path
+
+
+# -------------------------------------------------------------------------------------------------------- the study
+
+STUDY = ROOT / "docs" / "layouts" / "results.json"
+
+
+def test_the_study_in_the_documents_is_what_its_measurements_say():
+    found = runner.read(STUDY)
+    text = TEXTS["docs/layouts.md"]
+    assert re.findall(r"<!-- study (\w+) -->", text) == ["about", *(question.NAME for question in STUDY_ORDER)]
+    assert report.refreshed(text, found, "layouts/") == text
+    answers = [question.answer(found) for question in STUDY_ORDER]
+    assert all(answers)
+    drawn = {picture.name for answer in answers for picture in answer.pictures}
+    assert {path.stem for path in STUDY.parent.glob("*.png")} == drawn
+    assert not found["quick"]
+
+
+def test_what_the_study_says_changes_with_its_measurements():
+    found = runner.read(STUDY)
+    for record in found["records"]:
+        for ratio in record.get("ratios", {}).values():
+            ratio["median"] *= 1.5
+    assert report.refreshed(TEXTS["docs/layouts.md"], found, "layouts/") != TEXTS["docs/layouts.md"]

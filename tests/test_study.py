@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fastmha
-from fastmha import algorithms
+from fastmha import _core
 from fastmha.__main__ import main
 from fastmha.study import __main__ as command
 from fastmha.study import cases, heads, machine, questions, report, runner, trial
@@ -128,14 +128,14 @@ def test_arms_give_the_answers_of_the_public_functions(case):
 
 @directions
 def test_the_pack_arm_copies_the_bytes_that_the_case_states(direction, monkeypatch):
-    case, copied, packed = TINY[2], [], algorithms.packed
+    case, copied, pack_heads = TINY[2], [], _core.pack_heads
 
-    def counted(threads, *several):
-        copied.extend(x.nbytes for x in several)
-        return packed(threads, *several)
+    def counted(x, out, threads):
+        copied.append(x.nbytes)
+        pack_heads(x, out, threads)
 
     functions = heads.arms(heads.Operands(case), direction, 1)
-    monkeypatch.setattr(algorithms, "packed", counted)
+    monkeypatch.setattr(_core, "pack_heads", counted)
     functions["pack"]()
     assert sum(copied) == case.packed_bytes(direction)
 
@@ -623,7 +623,7 @@ def luminance(grey):
 
 
 @needs_extra
-@pytest.mark.parametrize(("values", "centre"), [([0.5, 1.2], 1.0), ([-3.0, 1.0], 0.0), ([1.001], 1.0), ([5.0], 0.0), ([], 1.0)])
+@pytest.mark.parametrize(("values", "centre"), [([0.9, 1.2], 1.0), ([-3.0, 1.0], 0.0), ([1.001], 1.0), ([5.0], 0.0), ([], 1.0)])
 def test_the_greys_lie_evenly_around_the_centre(values, centre):
     from fastmha.study import plots
 
@@ -633,6 +633,15 @@ def test_the_greys_lie_evenly_around_the_centre(values, centre):
         assert value(position(v)) == pytest.approx(v)
     assert position(centre) == 0
     assert max(map(abs, map(position, values)), default=1) == pytest.approx(1) or values == [1.001]     # noise stays grey
+
+
+@needs_extra
+def test_ratios_far_off_do_not_take_the_greys_from_the_others():
+    from fastmha.study import plots
+
+    position, value = plots._around(1.0, np.array([0.3, 0.95, 1.02]))
+    assert (position(0.3), value(-1)) == (-1, pytest.approx(1 / plots.MOST_SPAN))
+    assert position(0.95) == pytest.approx(np.log(0.95) / np.log(plots.MOST_SPAN))
 
 
 @needs_extra

@@ -46,6 +46,8 @@ positive.__name__ = "positive integer"      # argparse puts it into its message
 def run(options: argparse.Namespace, command: str) -> int:
     """Measure, print the tables, save results, pictures and report. Returns the exit status: 1 if arms disagree, 2 if the
     extra is not installed or the folder cannot serve, 130 if it was interrupted."""
+    if options.shape is not None and options.only:
+        return failed("takes either --shape or --only")
     if options.shape is not None:
         return shape.run(options.shape, options.threads, options.quick, options.json, command)
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]

@@ -146,8 +146,8 @@ def answer(found: Found) -> Answer | None:
                             "lengths; float32; measured: the neighbours on the map between which the ratio passes 1"))
     method = " ".join(__doc__.split("\n\n", 1)[1].replace("::", ":").split()) + (
         " The cases of `heads` with as many queries as keys, warm, are shuffled; every other one is fitted by least squares.")
-    limits = ("The bandwidth is that of a blocked copy into new memory; page faults make it smaller than the machine's for short "
-              "calls. Cache sets are not in the model: see the strides.")
+    limits = ("The bandwidth is that of a blocked copy from and to whatever cache holds the operands: larger for short calls. "
+              "Cache sets are not in the model: see the strides.")
     return Answer(short, method, limits, tables, _pictures(grid, solution, widths))
 
 

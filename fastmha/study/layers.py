@@ -54,7 +54,8 @@ def trial(layer: Layer, what: str, num_threads: int, seconds: float, algorithm: 
 
     flops = analysis.count_flops(layer.B, layer.L, layer.d_model, layer.H, n_kv_heads=layer.Hkv or None, is_causal=layer.causal,
                                  backward=what == "training")
-    return Trial(NAME, label, {**asdict(layer), "D": layer.D, "pass": what, "threads": num_threads, "algorithm": algorithm},
+    return Trial(NAME, label, {**asdict(layer), "D": layer.D, "pass": what, "threads": num_threads, "algorithm": algorithm,
+                              "by_blas": algorithm == "blas" or product_by_blas(2)},
                  timed(checked, [("strided", "contiguous")], flops=flops), seconds, 2 * flops)
 
 
@@ -71,7 +72,7 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
 def auto(record: Record) -> tuple[str, str]:
     """What ``layout="auto"`` chooses for the layer of a record, and why: by the rule, whatever was measured."""
     f = record["factors"]
-    return choose_layout(f["L"], f["D"] * np.dtype(f["dtype"]).itemsize, f["algorithm"] == "blas" or product_by_blas(2))
+    return choose_layout(f["L"], f["D"] * np.dtype(f["dtype"]).itemsize, f["by_blas"])
 
 
 def costs(record: Record) -> dict[str, float]:

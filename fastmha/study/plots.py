@@ -25,7 +25,7 @@ Found = Mapping[str, Any]
 WIDTH, DPI = 10.0, 130                  # inches; pixels per inch
 CHARACTER = {8: 0.068, 9: 0.076, 12: 0.112}     # inches of a wide one, by size in points
 LABEL, GAP = 42, 0.1                    # characters of a row's label before it is wrapped; inches between header, panels, footer
-LEAST_SPAN = 1.1                        # a heat map's greys reach at least to so many times `centre`: noise stays grey
+LEAST_SPAN, MOST_SPAN = 1.1, 1.25       # a heat map's greys reach to so many times `centre`, at least: noise stays grey; at most
 NOT_MEASURED = {"facecolor": "white", "hatch": "xxxx", "edgecolor": "0.6", "linewidth": 0}
 
 # fills differ in grey and in hatch, lines in dashes and in marker; whoever draws more than there are starts again
@@ -97,8 +97,8 @@ def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[
 def _around(centre: float, values: np.ndarray) -> tuple[Callable[[Any], Any], Callable[[float], float]]:
     """From a value to its place between -1 and 1 on a scale around centre, and back; in ratios where all are positive."""
     if centre > 0 and (values > 0).all():
-        span = max(math.log(LEAST_SPAN), float(np.abs(np.log(values / centre)).max(initial=0)))
-        return lambda v: np.log(v / centre) / span, lambda t: centre * math.exp(t * span)
+        span = min(math.log(MOST_SPAN), max(math.log(LEAST_SPAN), float(np.abs(np.log(values / centre)).max(initial=0))))
+        return lambda v: np.clip(np.log(v / centre) / span, -1, 1), lambda t: centre * math.exp(t * span)
     span = max((LEAST_SPAN - 1) * abs(centre), float(np.abs(values - centre).max(initial=0))) or 1.0
     return lambda v: (v - centre) / span, lambda t: centre + t * span
 

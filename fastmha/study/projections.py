@@ -13,8 +13,8 @@ Attention on heads of the same numbers:
     separate        three arrays, rows of d
     packed          each head contiguous
 
-And both together, forward: product or products, then attention where they wrote; "packed" packs keys and values in between, "by
-head" takes the fused matrix by a product for each head, which is written contiguous.
+And both together, forward: product or products, then attention where they wrote; "packed" packs keys and values in between,
+"one product a head" takes the fused matrix head by head, and writes each contiguous.
 Each arm has weights of its own, as warm as those of the others.
 """
 from __future__ import annotations
@@ -39,7 +39,7 @@ D = 64
 TOKENS, D_MODELS = (1, 16, 128, 512, 2048), (768, 1024, 2048)
 PRODUCTS = ("one product", "three products", "three arrays")
 LAYOUTS = ("side by side", "interleaved", "separate", "packed")
-LAYERS = ("side by side", "interleaved", "three products", "three arrays", "packed", "by head")
+LAYERS = ("side by side", "interleaved", "three products", "three arrays", "packed", "one product a head")
 _PLANNED_FLOPS = 1e11       # a second, to plan trials in which five rounds take longer than the others
 
 
@@ -161,14 +161,15 @@ def layer_arms(of: Case, num_threads: int) -> Arms:
     out, lse = _merged(of), np.empty((1, H, L), of.dtype)
 
     def arm(name: str) -> Callable[[], None]:
-        layout = {"interleaved": "interleaved", "three arrays": "separate", "by head": "packed"}.get(name, "side by side")
+        others = {"interleaved": "interleaved", "three arrays": "separate", "one product a head": "packed"}
+        layout = others.get(name, "side by side")
         whole, views = lay(layout, of)
         problem = _problem(views)
         if name == "three arrays":
             pairs = [(_copy(part), array) for part, array in zip(columns(w), whole.reshape(3, L, d))]
         elif name == "three products":
             pairs = list(zip(columns(_copy(w)), columns(whole.reshape(L, 3 * d))))
-        elif name == "by head":
+        elif name == "one product a head":
             pairs = [(_copy(w), whole.reshape(1, 3 * H, L, of.D))]
         elif name == "interleaved":
             pairs = [(_copy(w.reshape(d, 3, H, of.D).transpose(0, 2, 1, 3)).reshape(d, 3 * d), whole.reshape(L, 3 * d))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import base64
 import html
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ NOT_MEASURED = "Not measured."
 FIRST, OTHER = 24, 30       # columns of the terminal that a folded first column keeps, and that another column of text takes
 NUMBER = re.compile(r"[=<>≈~]?\s*[-−+±]?\d")
 SIGNS = re.compile(r"[\\*\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")     # of Markdown; not the _ within a name
+FOLD = 12                   # rows of a table that a document shows unfolded
 NOTHING = ("", "-", "–", "—", "not measured")
 
 STYLE = """\
@@ -54,17 +56,24 @@ Answers = Sequence[tuple[ModuleType, "Answer | None"]]
 def write(folder: Path, found: Found, asked: Sequence[ModuleType], console: Console | None) -> dict[str, Path]:
     """Draw the pictures of the answers, write report.html and report.md, print the tables to the console unless it is None.
     Returns what was written, by what it is."""
-    from fastmha.study import plots, runner
+    from fastmha.study import runner
 
     answers = [(question, question.answer(found)) for question in asked]
     if console is not None:
         _print(console, found, answers)
-    for _, answer in answers:
-        for picture in answer.pictures if answer else ():
-            getattr(plots, picture.kind)(_file(folder, picture), found, **picture.data)
+    draw(folder, found, answers)
     for name, text in ((PAGE, _page(folder, found, answers)), (TEXT, markdown(found, answers))):
         (folder / name).write_text(text, encoding="utf-8")
     return {"Results": folder / runner.RESULTS, "Report": folder / PAGE, "Pictures": folder}
+
+
+def draw(folder: Path, found: Found, answers: Answers) -> None:
+    """The pictures of answers."""
+    from fastmha.study import plots
+
+    for _, answer in answers:
+        for picture in answer.pictures if answer else ():
+            getattr(plots, picture.kind)(_file(folder, picture), found, **picture.data)
 
 
 def facts(found: Found) -> list[tuple[str, str]]:
@@ -148,17 +157,41 @@ def markdown(found: Found, answers: Answers) -> str:
     """The report as Markdown, with links to the pictures beside it."""
     parts = [f"# {TITLE}", markdown_table(Table("", ("", ""), facts(found)))]
     for question, answer in answers:
-        parts += [f"## {_marked(question.TITLE)}", f"*{_marked(question.QUESTION)}*"]
-        if answer is None:
-            parts.append(NOT_MEASURED)
-            continue
-        parts += [f"**Answer:** {_marked(answer.short)}", f"**Method:** {_marked(answer.method)}"]
-        for table in answer.tables:
-            parts += [f"### {_marked(table.title)}", markdown_table(table), *([_marked(table.note)] if table.note else ())]
-        for picture in answer.pictures:
-            parts += [f"![{_marked(_alternative(picture))}]({picture.name}.png)", _marked(picture.caption)]
-        parts.append(f"**Limits:** {_marked(answer.limits)}")
+        parts += [f"## {_marked(question.TITLE)}", *_marked_section(question, answer, "", None)]
     return "\n\n".join(parts) + "\n"
+
+
+def _marked_section(question: ModuleType, answer: Answer | None, folder: str, fold: int | None) -> list[str]:
+    """Paragraphs of an answer; tables of more than `fold` rows are folded away."""
+    parts = [f"*{_marked(question.QUESTION)}*"]
+    if answer is None:
+        return [*parts, NOT_MEASURED]
+    parts += [f"**Answer:** {_marked(answer.short)}", f"**Method:** {_marked(answer.method)}"]
+    for table in answer.tables:
+        shown = [markdown_table(table), *([_marked(table.note)] if table.note else ())]
+        if fold is not None and len(table.rows) > fold:
+            parts += [f"<details>\n<summary>{html.escape(table.title)}: {len(table.rows)} rows</summary>", *shown, "</details>"]
+        else:
+            parts += [f"### {_marked(table.title)}", *shown]
+    for picture in answer.pictures:
+        parts += [f"![{_marked(_alternative(picture))}]({folder}{picture.name}.png)", _marked(picture.caption)]
+    return [*parts, f"**Limits:** {_marked(answer.limits)}"]
+
+
+def refreshed(text: str, found: Found, folder: str) -> str:
+    """A document with what stands between ``<!-- study NAME -->`` and ``<!-- end -->`` written anew from results: the answer to
+    the question NAME, or the machine for NAME "about". Pictures are linked in `folder`."""
+    from fastmha.study import questions
+
+    by_name = {question.NAME: question for question in questions.ALL}
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        parts = ([markdown_table(Table("", ("", ""), facts(found)))] if name == "about" else
+                 _marked_section(by_name[name], by_name[name].answer(found), folder, FOLD))
+        return "\n\n".join([f"<!-- study {name} -->", *parts, "<!-- end -->"])
+
+    return re.sub(r"<!-- study (\w+) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
 
 
 def markdown_table(table: Table) -> str:
@@ -236,5 +269,20 @@ def _file(folder: Path, picture: Picture) -> Path:
 
 def _bytes(size: int) -> str:
     return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
+
+
+def main(document: Path) -> None:
+    """``python -m fastmha.study.report docs/layouts.md``: refresh a document, and draw its pictures, from results.json in the
+    folder of its name."""
+    from fastmha.study import questions, runner
+
+    folder = document.with_suffix("")
+    found = runner.read(folder / runner.RESULTS)
+    draw(folder, found, [(question, question.answer(found)) for question in questions.ALL])
+    document.write_text(refreshed(document.read_text(encoding="utf-8"), found, f"{folder.name}/"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
 
 
