@@ -195,7 +195,7 @@ def test_rounds_end_when_the_time_is_used_up_or_there_are_enough(monkeypatch):
 
 def test_a_timed_trial_keeps_best_median_and_the_ratio_within_rounds(monkeypatch):
     times = {"a": np.array([4.0, 2.0, 9.0]), "b": np.array([2.0, 2.0, 3.0])}
-    monkeypatch.setattr(trial, "interleave", lambda arms, seconds, before: times)
+    monkeypatch.setattr(trial, "interleave", lambda arms, seconds, before, most: times)
     called = []
     arms = {name: (lambda name=name: called.append(name)) for name in "ab"}
     found = trial.timed(lambda: arms, [("a", "b")], flops=7)(0.0)
@@ -204,6 +204,42 @@ def test_a_timed_trial_keeps_best_median_and_the_ratio_within_rounds(monkeypatch
     assert (found["arms"]["a"]["best"], found["arms"]["a"]["median"]) == (2.0, 4.0)
     ratio = found["ratios"]["a/b"]      # of 2, 1, 3
     assert (ratio["low"], ratio["median"], ratio["high"]) == (1.0, 2.0, 3.0)
+
+
+def test_a_trial_of_several_places_prepares_anew_while_there_is_time(monkeypatch):
+    prepared = []
+
+    def prepare():
+        prepared.append(None)
+        return {"a": lambda: None}
+
+    found = trial.timed(prepare, [], places=4)(1.0)
+    assert (len(prepared), found["places"], found["rounds"]) == (4, 4, trial.MOST_ROUNDS)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: next(clock))
+    assert trial.timed(prepare, [], places=4)(1.0)["places"] == 1
+
+
+def test_an_interval_holds_what_differs_from_place_to_place():
+    generator = np.random.default_rng(0)
+    noise = 1e-3 * generator.standard_normal((5, 50))
+    apart = np.array([[0.9], [0.95], [1.0], [1.05], [1.1]]) + noise
+    together = trial.interval(apart.ravel() - np.repeat([-0.1, -0.05, 0, 0.05, 0.1], 50))
+    between = trial.interval(apart)
+    assert together["high"] - together["low"] < 0.002
+    assert between["low"] < 0.96
+    assert between["high"] > 1.04
+    assert trial.interval(noise[0]) == trial.interval(noise[:1])
+
+
+def test_operands_at_another_place_hold_the_same_numbers():
+    addresses = set()
+    for place in (None, 0, 1, 2):
+        o = heads.Operands(TINY[0], 1, place)
+        addresses.add(o.k.ctypes.data % 4096)
+        for name in ("q", "k", "v", "grad_out", "lse"):
+            np.testing.assert_array_equal(getattr(o, name), getattr(heads.Operands(TINY[0]), name))
+    assert len(addresses) >= 3
 
 
 @pytest.mark.parametrize("cold", [False, True])

@@ -111,7 +111,7 @@ def on_lines(operands: heads.Operands) -> heads.Operands:
         return np.ndarray(view.shape, view.dtype, moved[id(whole)], view.ctypes.data - whole.ctypes.data, view.strides)
 
     other = heads.Operands.__new__(heads.Operands)
-    other.case, other.lse = operands.case, operands.lse
+    other.case, other.lse, other.places = operands.case, operands.lse, operands.places
     for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"):
         setattr(other, name, move(getattr(operands, name)))
     other.problem = operands.problem.with_heads(other.q, other.k, other.v)

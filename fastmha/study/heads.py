@@ -12,6 +12,8 @@ into the merged (B, L, H·D) buffer, the gradients into one buffer like the firs
 """
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -31,6 +33,7 @@ QUESTION = ("Heads as the fused projection writes them, (B, L, H, D), or packed 
 NEEDS: tuple[str, ...] = ()
 ARMS = ("strided", "contiguous", "packed", "pack")
 QUICK_SECONDS, FULL_SECONDS = 0.35, 1.0      # a trial
+PLACES = 5              # where operands and copies lie in memory, tried in a trial
 
 
 class Operands:
@@ -46,12 +49,12 @@ class Operands:
         q, k, v and the rules, validated.
     """
 
-    def __init__(self, case: Case, num_threads: int = 1, seed: int = 0) -> None:
-        generator = np.random.default_rng(seed)
-        self.case = case
+    def __init__(self, case: Case, num_threads: int = 1, place: int | None = None) -> None:
+        generator = np.random.default_rng(0)
+        self.case, self.places = case, None if place is None else np.random.default_rng(place)
         self.q, self.k, self.v = self._fused(generator)
         self.grad_q, self.grad_k, self.grad_v = self._fused(None)
-        self.grad_out, self.out = (_heads(case, case.Lq, (case.H,), g)[0] for g in (generator, None))
+        self.grad_out, self.out = (self._heads(case.Lq, (case.H,), g)[0] for g in (generator, None))
         self.lse = np.empty((case.B, case.H, case.Lq), case.dtype)
         rules = {"is_causal": False, "offset": None, **case.keywords}
         self.problem = validate.attention_problem(self.q, self.k, self.v, "BHLD", None, rules["is_causal"],
@@ -61,9 +64,26 @@ class Operands:
     def _fused(self, generator: np.random.Generator | None) -> list[np.ndarray]:
         case = self.case
         if case.Lq == case.Lk:
-            return _heads(case, case.Lq, (case.H, case.Hkv, case.Hkv), generator, case.row)
-        return [*_heads(case, case.Lq, (case.H,), generator),
-                *_heads(case, case.Lk, (case.Hkv, case.Hkv), generator, case.row)]
+            return self._heads(case.Lq, (case.H, case.Hkv, case.Hkv), generator, case.row)
+        return [*self._heads(case.Lq, (case.H,), generator), *self._heads(case.Lk, (case.Hkv, case.Hkv), generator, case.row)]
+
+    def _heads(self, length: int, heads: Sequence[int], generator: np.random.Generator | None, row: int = 0) -> list[np.ndarray]:
+        """Views (B, heads, length, D), side by side in the rows of one buffer (B, length, sum of heads · D, or row bytes)."""
+        case = self.case
+        buffer = self.empty((case.B, length, max(sum(heads) * case.D, row // case.itemsize)))
+        buffer[...] = 0
+        if generator is not None:
+            generator.standard_normal(out=buffer, dtype=buffer.dtype.type)
+        ends = np.cumsum((0, *heads)).tolist()
+        split = buffer[:, :, :ends[-1] * case.D].reshape(case.B, length, ends[-1], case.D)
+        return [split[:, :, start:end].transpose(0, 2, 1, 3) for start, end in pairwise(ends)]
+
+    def empty(self, shape: tuple[int, ...]) -> np.ndarray:
+        """An array where NumPy puts it, or with a `place` at any multiple of 16 bytes within two pages from there."""
+        if self.places is None:
+            return np.empty(shape, self.case.dtype)
+        size, start = math.prod(shape), int(self.places.integers(512)) * 16 // self.case.itemsize
+        return np.empty(size + 8192 // self.case.itemsize, self.case.dtype)[start:start + size].reshape(shape)
 
     def results(self, direction: str) -> dict[str, np.ndarray]:
         """The arrays that an arm writes, by name."""
@@ -72,25 +92,12 @@ class Operands:
         return {"grad_q": self.grad_q, "grad_k": self.grad_k, "grad_v": self.grad_v}
 
 
-def _heads(case: Case, length: int, heads: Sequence[int], generator: np.random.Generator | None,
-           row: int = 0) -> list[np.ndarray]:
-    """Views (B, heads, length, D), side by side in the rows of one buffer (B, length, sum of heads · D, or row bytes)."""
-    width = max(sum(heads) * case.D, row // case.itemsize)
-    if generator is None:
-        buffer = np.zeros((case.B, length, width), case.dtype)
-    else:
-        buffer = generator.standard_normal((case.B, length, width), np.dtype(case.dtype).type)
-    ends = np.cumsum((0, *heads)).tolist()
-    split = buffer[:, :, :ends[-1] * case.D].reshape(case.B, length, ends[-1], case.D)
-    return [split[:, :, start:end].transpose(0, 2, 1, 3) for start, end in pairwise(ends)]
-
-
 def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Callable[[], None]]:
     """What is timed, by name; each call computes the whole case and writes into the results of `operands`."""
     o, name = operands, operands.case.algorithm
 
     heads = (o.k, o.v) if direction == "forward" else (o.k, o.v, o.q, o.grad_out)
-    copies = algorithms.empty_together([x.shape for x in heads], o.k.dtype)
+    copies = [o.empty(x.shape) for x in heads]
     k, v, q, grad_out = (*copies, o.q, o.grad_out) if direction == "forward" else copies
     packed = o.problem.with_heads(q, k, v)
 
@@ -135,9 +142,10 @@ def checked_arms(operands: Operands, direction: str, num_threads: int) -> Arms:
 def trial(run: Run, num_threads: int, seconds: float, question: str = NAME) -> Trial:
     case, direction, count = run.case, run.direction, run.threads or num_threads
     flops = case.flops(direction)
+    places = itertools.count()
     measure = timed(
-        lambda: checked_arms(Operands(case, count), direction, count),
-        [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold,
+        lambda: checked_arms(Operands(case, count, next(places)), direction, count),
+        [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold, places=PLACES,
         flops=flops, bytes=case.operand_bytes(direction), packed_bytes=case.packed_bytes(direction), row_bytes=case.row_bytes)
     label = f"{case.name} {direction} {count}T{' cold' * run.cold}"
     # six calls to check and warm up, and at least five rounds of three
@@ -179,7 +187,8 @@ Operands lie as a fused projection writes them. Four arms on the same data: "str
 "contiguous", heads packed by a blocked copy and then the same kernels; "packed", the kernels on heads packed beforehand; "pack",
 the copies alone, into memory that is kept from call to call. Forward keys and values are packed (the kernels read each query
 once, into a block of their own), backward also queries and the output's gradient. The answers of the arms are compared before
-anything is timed; then rounds of all arms in turning order; medians, with bootstrap intervals of 95 %. A call of less than 10 ms
+anything is timed; then rounds of all arms in turning order; medians, with bootstrap intervals of 95 %. Where there is time,
+operands are made anew up to five times, at other addresses, and the intervals hold that variation too. A call of less than 10 ms
 runs once untimed before each timed one, so that its operands are in the caches; in the cases named cold, 64 MiB or more are
 written through before each call instead."""
 _LIMITS = """

@@ -62,7 +62,7 @@ class Trial:
         return {"question": self.question, "label": self.label, "factors": self.factors, **self.measure(self.seconds)}
 
 
-def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, cold: bool = False,
+def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, cold: bool = False, places: int = 1,
           **more: Any) -> Callable[[float], dict[str, Any]]:
     """The `measure` of a trial that times arms.
 
@@ -74,34 +74,43 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
         Arms to compare: time of the first over time of the second.
     cold : bool
         Write through a buffer larger than the last-level cache before each call, so that operands come from memory.
+    places : int
+        Prepare anew up to so often, as often as there is time: where memory comes to lie is part of what varies.
     more : values for JSON
         Such as flops and bytes of one call; copied into the findings.
 
     Returns
     -------
     callable
-        seconds -> {"rounds", "arms": {name: {"best", "median", "low", "high"}} in seconds, "ratios": {"a/b": {"median",
+        seconds -> {"rounds", "places", "arms": {name: {"best", "median", "low", "high"}} in seconds, "ratios": {"a/b": {"median",
         "low", "high"}}, **more}; low and high are the ends of the interval of the median.
     """
     def measure(seconds: float) -> dict[str, Any]:
-        arms = prepare()
-        for function in arms.values():      # memory, pool and caches as in every later call
-            function()
-        times = interleave(arms, seconds, flush if cold else None)
-        return {"rounds": len(next(iter(times.values()))), **more,
+        parts: list[dict[str, np.ndarray]] = []
+        begin = now = time.perf_counter()
+        while not parts or (len(parts) < places and (now - begin) * (1 + 1 / len(parts)) < 1.5 * seconds):
+            arms = prepare()
+            for function in arms.values():      # memory, pool and caches as in every later call
+                function()
+            parts.append(interleave(arms, seconds / places, flush if cold else None, MOST_ROUNDS // places))
+            now = time.perf_counter()
+        least = min(len(next(iter(part.values()))) for part in parts)
+        times = {name: np.array([part[name][-least:] for part in parts]) for name in parts[0]}      # (places, rounds)
+        return {"rounds": len(parts) * least, "places": len(parts), **more,
                 "arms": {name: {"best": float(t.min()), **interval(t)} for name, t in times.items()},
                 "ratios": {f"{a}/{b}": interval(times[a] / times[b]) for a, b in ratios}}
 
     return measure
 
 
-def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None) -> dict[str, np.ndarray]:
-    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up. `before` is called
-    before each, untimed."""
+def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None,
+               most: int = MOST_ROUNDS) -> dict[str, np.ndarray]:
+    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up or `most` were run.
+    `before` is called before each, untimed."""
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
     end = time.perf_counter() + seconds
-    for number in range(MOST_ROUNDS):
+    for number in range(most):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             if before is not None:
@@ -117,9 +126,13 @@ def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None =
 
 
 def interval(values: np.ndarray) -> dict[str, float]:
-    """The median of values and the ends of its bootstrap interval, by percentiles; the same for the same values."""
-    generator = np.random.default_rng(len(values))
-    medians = np.median(generator.choice(values, (RESAMPLES, len(values))), axis=1)
+    """The median of values and the ends of its bootstrap interval, by percentiles; the same for the same values. Of values
+    (places, rounds), places are drawn with all that varies between them, and rounds of each."""
+    places, rounds = values.shape if values.ndim == 2 else (1, len(values))
+    generator = np.random.default_rng(values.size)
+    place = generator.integers(places, size=(RESAMPLES, places, 1))
+    of_round = generator.integers(rounds, size=(RESAMPLES, places, rounds))
+    medians = np.median(values.reshape(places, rounds)[place, of_round].reshape(RESAMPLES, -1), axis=1)
     low, high = np.quantile(medians, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)).tolist()
     return {"median": float(np.median(values)), "low": low, "high": high}
 
