@@ -125,6 +125,7 @@ def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: boo
     return name, reasons
 
 
+@lru_cache(maxsize=1024)
 def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
     """How a projection of L tokens a batch row should lay out heads of so many bytes a token, and why.
 
