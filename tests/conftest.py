@@ -1,5 +1,7 @@
 """What the tests of the functions share: instruction sets, inputs in odd memory, a float64 oracle with error bounds."""
 
+import importlib.util
+import inspect
 from contextlib import contextmanager
 
 import numpy as np
@@ -120,3 +122,12 @@ def assert_close(results, expected, bounds):
         assert np.array_equal(got[~finite], wanted[~finite].astype(got.dtype), equal_nan=True), name
         error = np.abs(got[finite].astype(np.float64) - wanted[finite]).max(initial=0)
         assert error <= bound, f"{name}: error {error:.3g}, bound {bound:.3g}"
+
+
+def assert_drawable(picture):
+    """What a question of the study wants drawn are keywords of its kind of picture; matplotlib must be there to look."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from fastmha.study import plots
+
+    inspect.signature(getattr(plots, picture.kind)).bind(None, {}, **picture.data)

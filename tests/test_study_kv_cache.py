@@ -1,11 +1,11 @@
 """The study of the KV cache's layout: both layouts hold and give the same, and what it says of measurements."""
-import inspect
 
 import numpy as np
 import pytest
+from conftest import assert_drawable
 
 import fastmha
-from fastmha.study import kv_cache, plots, trial
+from fastmha.study import kv_cache, trial
 from fastmha.study.kv_cache import Shape
 
 SMALL = Shape(2, 4, 2, 8, 40)
@@ -170,7 +170,7 @@ def test_answers_of_measured_trials_are_whole():
         assert table.rows
         assert all(len(row) == len(table.columns) and all(row) for row in table.rows)
     (picture,) = found.pictures
-    inspect.signature(getattr(plots, picture.kind)).bind(None, {}, **picture.data)
+    assert_drawable(picture)
     titles = [panel["title"] for panel in picture.data["panels"]]
     assert titles == ["step, 2 threads", "decode, 2 threads", "append a token", "append 128 tokens"]
     (series,) = picture.data["panels"][0]["series"]

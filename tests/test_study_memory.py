@@ -1,6 +1,5 @@
 """Memory and operations: counts by part, peaks of a process against them, sentences computed from records."""
 
-import inspect
 import json
 import math
 import subprocess
@@ -9,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import assert_drawable
 
 from fastmha import analysis
-from fastmha.study import memory, plots
+from fastmha.study import memory
 from fastmha.study.memory import Work
 
 forgets_peaks = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of a process is forgotten here")
@@ -176,7 +176,7 @@ def test_pictures_fit_the_functions_that_draw_them(limits):
     pictures = answered(records_as_counted(), limits=limits).pictures
     assert len({p.name for p in pictures}) == len(pictures) == 5 + bool(limits)
     for picture in pictures:
-        inspect.signature(getattr(plots, picture.kind)).bind(Path("x.png"), {}, **picture.data)
+        assert_drawable(picture)
         json.dumps(picture.data)
 
 

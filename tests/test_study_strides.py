@@ -1,10 +1,10 @@
 """The study of row strides: where its heads lie, that only the stride changes, and what it says of measurements."""
-import inspect
 
 import numpy as np
 import pytest
+from conftest import assert_drawable
 
-from fastmha.study import cases, plots, strides, trial
+from fastmha.study import cases, strides, trial
 from fastmha.study.cases import Case
 from fastmha.study.strides import Place
 
@@ -152,7 +152,7 @@ def test_answers_of_measured_trials_are_whole():
     whole, zoomed = found.pictures
     assert whole.name != zoomed.name
     for picture in found.pictures:
-        inspect.signature(getattr(plots, picture.kind)).bind(None, {}, **picture.data)
+        assert_drawable(picture)
         (panel,) = picture.data["panels"]
         (series,) = panel["series"]
         assert series["x"] == sorted(series["x"])
