@@ -230,17 +230,17 @@ class AttentionModule:
 
     def _make_plan(self, batch_size: Any, seq_len: Any, seq_len_k: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
                    window: Any, softcap: Any, backward: Any, num_threads: Any) -> Plan:
-        B, L = validate.size("batch_size", batch_size), validate.size("seq_len", seq_len)
+        B, L = validate.integer("batch_size", batch_size, 0), validate.integer("seq_len", seq_len, 0)
         q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
         if seq_len_k is None:
             projected: tuple[np.ndarray, ...] = (self._buffer(B, L, v_end),)
         else:
-            projected = self._buffer(B, L, q_end), self._buffer(B, validate.size("seq_len_k", seq_len_k), v_end - q_end)
+            projected = self._buffer(B, L, q_end), self._buffer(B, validate.integer("seq_len_k", seq_len_k, 0), v_end - q_end)
         q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", None, is_causal, offset, key_padding_lengths, window, None, softcap)
         backward = validate.flag("backward", backward)
         return make_plan(problem, "auto" if backward and self.algorithm == "decode" else self.algorithm,
-                         threads.resolve(num_threads), backward, self._layout(L if seq_len_k is None else int(seq_len_k))[1])
+                         threads.resolve(num_threads), backward, self._layout(L if seq_len_k is None else int(seq_len_k)))
 
     def _forward(self, X: Any, context: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any, window: Any,
                  softcap: Any, need_weights: Any, training: Any, num_threads: Any, cache: Any = None,

@@ -228,9 +228,12 @@ def is_contiguous(x: np.ndarray) -> bool:
     return x.shape[2] <= 1 or x.strides[2] == x.shape[3] * x.itemsize
 
 
-def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool,
-              layout_reason: str = "heads are read where they lie") -> Plan:
-    """The plan of a call; see `Plan`. With `backward` the balance and the scratch are those of the backward pass."""
+def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, layout: tuple[str, str] | None = None) -> Plan:
+    """The plan of a call; see `Plan`. With `backward` the balance and the scratch are those of the backward pass. `layout`: that
+    of the heads and why, where they were not just given."""
+    if layout is None:
+        contiguous = all(map(is_contiguous, (problem.q, problem.k, problem.v)))
+        layout = "contiguous" if contiguous else "strided", "heads are read where they lie"
     name, reasons = choose(problem, algorithm, backward)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     copied, shared = problem.bytes_copied, 0
@@ -253,6 +256,5 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool,
         bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{problem.dtype} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
-        layout="contiguous" if all(map(is_contiguous, (problem.q, problem.k, problem.v))) else "strided",
-        layout_reason=layout_reason,
+        layout=layout[0], layout_reason=layout[1],
     )

@@ -1070,3 +1070,27 @@ def test_inputs_of_plus_minus_100_stay_finite(dtype):
     assert np.isfinite(m.forward(X, is_causal=True)).all()
     assert np.isfinite(m.backward(X)).all()
     assert all(np.isfinite(g).all() for g in m.gradients().values())
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (1, 1), (3, 300)])
+def test_a_plan_is_made_for_every_shape_that_forward_takes(shape):
+    m = module(64, 4, num_kv_heads=2)
+    X = normal(*shape, 64)
+    m.forward(X, is_causal=True)
+    assert m.plan(*shape, is_causal=True, backward=True).layout == m._layout(shape[1])[0]
+    found = m.plan(*shape, seq_len_k=400, offset=7, is_causal=True, num_threads=1)
+    assert (found.layout, found.threads) == (m._layout(400)[0], 1)
+
+
+def test_a_plan_names_the_argument_that_is_wrong():
+    m = module(64, 4)
+    for arguments, message in (({"batch_size": -1, "seq_len": 3}, "batch_size must be at least 0, got -1"),
+                               ({"batch_size": 1, "seq_len": -2}, "seq_len must be at least 0, got -2"),
+                               ({"batch_size": 1, "seq_len": 3, "seq_len_k": -3}, "seq_len_k must be at least 0, got -3")):
+        with pytest.raises(ValueError, match=message):
+            m.plan(**arguments)
+    with pytest.raises(TypeError, match=r"seq_len must be an integer, got 2\.5"):
+        m.plan(1, 2.5)
