@@ -188,3 +188,11 @@ def test_components_picture_has_the_counted_parts_and_the_peak():
     counted, measured = by_group["tiled, L 2048"]
     assert counted == pytest.approx(Work(1, 2048, 768, 12, "tiled").counted["total"] / 1e6)
     assert measured == pytest.approx(1.1 * counted)
+
+
+@forgets_peaks
+def test_the_process_imports_this_package_and_not_one_in_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "fastmha").mkdir()
+    (tmp_path / "fastmha" / "__init__.py").write_text("raise ImportError('another')")
+    monkeypatch.chdir(tmp_path)
+    assert "peak_bytes" in memory.measure(Work(1, 8, 8, 2, "tiled"), 1, 0)

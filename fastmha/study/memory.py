@@ -134,8 +134,9 @@ def measure(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
     if free is not None and work.held > LARGEST_SHARE * free:
         return {**about, "missing": f"it needs {bytes_text(work.held)}, and {bytes_text(free)} of memory are free"}
     given = json.dumps({"work": asdict(work), "threads": num_threads, "seconds": seconds})
+    # from the folder of this package, or a source tree in the current one would take its place
     done = subprocess.run([sys.executable, "-m", "fastmha.study.memory", given], stdin=subprocess.DEVNULL, capture_output=True,
-                          text=True)
+                          text=True, cwd=Path(__file__).parents[2])
     if done.returncode == 0:
         return {**about, **json.loads(done.stdout)}
     said = done.stderr.strip().splitlines()
