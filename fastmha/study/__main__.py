@@ -9,10 +9,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastmha import threads
 from fastmha.study import machine, questions, runner, shape
 from fastmha.study.trial import ArmsDisagreeError, Trial
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXTRA = ("rich", "matplotlib")
 DESCRIPTION = "Measure what the memory layout of heads does to attention on this machine: tables, pictures, a report, JSON."
@@ -100,12 +104,12 @@ def failed(sentence: str, status: int = 2, sign: str = " ") -> int:
     return status
 
 
-def measure(trials: Sequence[Trial], store: runner.Store, console: object) -> None:
+def measure(trials: Sequence[Trial], store: runner.Store, console: Console) -> None:
     """Run the trials under a progress bar in planned seconds."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as progress:   # type: ignore[arg-type]
+    with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("limits of the machine", total=runner.planned(trials)[1])
         runner.run(trials, store, lambda trial, done: progress.update(
             bar, completed=done, description=f"{trial.question}: {trial.label}" if trial else "done"))
