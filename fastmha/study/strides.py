@@ -31,7 +31,7 @@ TITLE = "Power-of-two strides and padding"
 QUESTION = ("Where do cache sets and TLB pages alias when the rows of the heads lie a multiple of 4096 bytes apart, and how much "
             "does padding the row by one cache line give back?")
 NEEDS: tuple[str, ...] = ()
-LINE, PAGE = 64, 4096       # bytes
+LINE = 64       # bytes
 MULTIPLES, QUICK_MULTIPLES = (4096, 8192, 12288, 16384, 24576, 32768, 49152), (4096, 8192, 12288, 32768)
 CENTRES = (8192, 12288)                                     # of the finer sweeps
 AROUND = (-512, -256, -192, -128, -64, 0, 64, 128, 192, 256, 512)
