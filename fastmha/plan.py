@@ -16,9 +16,8 @@ from fastmha._core import Problem
 ALGORITHMS = ("auto", "blas", "tiled", "decode")
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
-_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS = _core.tile_sizes()
+_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _DECODE_ROWS = 8                    # query rows a key/value head up to which "auto" decodes
-DECODE_ROWS_MAX = 64
 # from where on "auto" has projections write heads contiguous: tokens, bytes a token and head, bytes a head
 _LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
 
@@ -220,7 +219,7 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     heads = per_block.sum(1)
     whole = tiled_whole_heads(problem, threads)
     tiles = -(-Lk // _TILE_KEYS)
-    return [5 * heads[:whole], np.repeat(4 * heads[whole:] / max(1, tiles), tiles), 3 * per_block[whole:].ravel()]
+    return [5 * heads[:whole], 3 * per_block[whole:].ravel(), np.repeat(4 * heads[whole:] / max(1, tiles), tiles)]
 
 
 def is_contiguous(x: np.ndarray) -> bool:
