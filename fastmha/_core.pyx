@@ -305,6 +305,9 @@ cdef int finish() except -1:
 fmha_pool_ask(signals_raise)
 
 
+cdef double SMALLEST_NORMAL = 2.2250738585072014e-308
+
+
 cdef class Problem:
     """One attention after validation: shapes, element strides and rules, for float32 or float64.
 
@@ -340,7 +343,8 @@ cdef class Problem:
         self.c.key_length = <const int64_t *>pointer(key_lengths, False) if key_lengths is not None else NULL
         self.c.left = FMHA_UNBOUNDED if left is None else left
         self.c.right = FMHA_UNBOUNDED if right is None else right
-        self.c.scale, self.c.softcap = scale, softcap
+        self.c.scale = scale
+        self.c.softcap = max(softcap, SMALLEST_NORMAL) if softcap else 0.0      # a smaller one would count as none
         self.keep = (offset, key_lengths)
 
     cdef int read_keys(self) except -1:
@@ -455,6 +459,16 @@ cdef inline ptrdiff_t leading(const fmha_array *x, ptrdiff_t width) noexcept nog
     return x.stride[2] if x.stride[2] > width else (width if width > 0 else 1)
 
 
+cdef bint untouched(const fmha_problem *p, const fmha_block *block) noexcept nogil:
+    """Whether every row of the block may attend all of its keys: then there is no firewall to keep."""
+    cdef ptrdiff_t low, high, last_low, last_high
+    if p.bool_mask.data != NULL or p.additive_mask.data != NULL:
+        return False
+    fmha_block_keys(p, block.b, block.i0, 1, &low, &high)
+    fmha_block_keys(p, block.b, block.i0 + block.rows - 1, 1, &last_low, &last_high)
+    return low == last_low and high == last_high
+
+
 cdef void scores_of(Heads *c, const fmha_block *block, ptrdiff_t hkv, char *scores) noexcept nogil:
     """scores (rows, cols) <- scale * q (rows, D) @ k (cols, D).T, of a block of queries and all its keys."""
     cdef fmha_problem *p = &c.p
@@ -484,7 +498,7 @@ cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, 
     # gemv, behind single rows and columns, rounds differently for another row stride: the copy keeps it there
     cdef ptrdiff_t ld = ldx if outer == 1 or width == 1 else width
     cdef char *clean
-    if finite:
+    if finite or untouched(&c.p, block):
         gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, x, ldx, beta, y, ldy)
         return
     clean = allocate(inner * ld * c.itemsize + 1)
@@ -534,8 +548,9 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
             leading(&c.out, p.Dv), True)
     if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
-        product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
-                leading(&c.out, p.Dv), False)
+        if not untouched(p, &block):
+            product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
+                    leading(&c.out, p.Dv), False)
         # Sums of large finite values may overflow before the division: such rows again, with probabilities so small
         # that no sum can; a power of 2 leaves the bits of what was finite.
         factor = 0.5

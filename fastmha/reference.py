@@ -255,7 +255,7 @@ def attention_backward(
         grad_v = _sum_groups(_product(weights.swapaxes(-1, -2), grad_out, gone_t), kv_heads)
         grad_weights = grad_out @ v.swapaxes(-1, -2)
         # d softmax; sum_j weights_ij grad_weights_ij = sum_c grad_out_ic out_ic, the sum over all keys that out was taken over
-        own_delta = np.where(weights == 0, 0, weights * grad_weights).sum(axis=-1, keepdims=True)
+        own_delta = np.where(scores == -np.inf, 0, weights * grad_weights).sum(axis=-1, keepdims=True)
         delta = np.where(of_more_keys, (grad_out * out).sum(axis=-1, keepdims=True), own_delta)
         grad_scores = weights * (grad_weights - delta)
         # scores = softcap * tanh(product / softcap), then masked

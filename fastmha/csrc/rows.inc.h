@@ -296,17 +296,24 @@ static inline int FMHA_NAME(all_nan)(ptrdiff_t n, const REAL *x)
     return 1;
 }
 
-/* c (width) <- c + factor * x where x is not finite. Returns whether c is NaN throughout, which no more additions change. */
-static inline int FMHA_NAME(add_nonfinite_row)(ptrdiff_t width, REAL factor, const REAL *x, REAL *c)
+static inline int FMHA_NAME(has_nan)(ptrdiff_t n, const REAL *x)
 {
-    int some = 0;
-    for (ptrdiff_t d = 0; d < width; d += LANES) {
-        VEC value = v_load_n(x + d, width - d, 0), sum = v_load_n(c + d, width - d, (REAL)NAN);
-        sum = v_select(v_equal(value - value, v_splat(0)), sum, sum + value * factor);
-        v_store_n(c + d, sum, width - d);
-        some |= v_any(v_equal(sum, sum));
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC value = v_load_n(x + j, n - j, 0);
+        if (v_any(~v_equal(value, value))) return 1;
     }
-    return !some;
+    return 0;
+}
+
+/* c (width) <- c + factor * x where x is not finite. Returns whether c is NaN throughout, which no more additions change, if that
+ * is asked for. */
+static inline int FMHA_NAME(add_nonfinite_row)(ptrdiff_t width, REAL factor, const REAL *x, REAL *c, int ask)
+{
+    for (ptrdiff_t d = 0; d < width; d += LANES) {
+        VEC value = v_load_n(x + d, width - d, 0), sum = v_load_n(c + d, width - d, 0);
+        v_store_n(c + d, v_select(v_equal(value - value, v_splat(0)), sum, sum + value * factor), width - d);
+    }
+    return ask && FMHA_NAME(all_nan)(width, c);
 }
 
 /* Rare: only rows of x that hold a NaN or Inf, only pairs that may attend, only those elements. */
@@ -321,10 +328,11 @@ static void FMHA_NAME(add_nonfinite)(const fmha_problem *p, const fmha_block *bl
         if (FMHA_NAME(all_finite)(1, width, x, ldx)) continue;
         for (ptrdiff_t t = 0; t < inner; t++) {
             ptrdiff_t r = by_key ? s : t, n = by_key ? t : s;
-            REAL *c = (REAL *)c_ + t * ldc;
+            REAL *c = (REAL *)c_ + t * ldc, factor = a[r * block->ld + n];
             if (c[0] != c[0] && FMHA_NAME(all_nan)(width, c)) continue;
-            if (FMHA_NAME(removed)(p, block, block->i0 + r, block->j0 + n)) continue;
-            FMHA_NAME(add_nonfinite_row)(width, (REAL)alpha * a[r * block->ld + n], x, c);
+            /* a removed pair has 0, but not only those have */
+            if (factor == 0 && FMHA_NAME(removed)(p, block, block->i0 + r, block->j0 + n)) continue;
+            FMHA_NAME(add_nonfinite_row)(width, (REAL)alpha * factor, x, c, 0);
         }
     }
 }

@@ -267,8 +267,8 @@ static REAL FMHA_NAME(row_lift)(ptrdiff_t D, const REAL *q, REAL factor)
     int of_q, exponent;
     frexp(size, &of_q);
     frexp((double)factor, &exponent);
-    exponent += of_q;
-    if (size == 0 || exponent <= ilogb((double)LARGE_POWER)) return 1;
+    exponent += of_q - ilogb((double)LARGE_POWER);
+    if (size == 0 || exponent <= 0) return 1;
     return (REAL)ldexp(1, exponent < ilogb((double)HUGE_POWER) ? exponent : ilogb((double)HUGE_POWER));
 }
 
@@ -505,11 +505,12 @@ static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME
     }
 }
 
-/* Whether row r of the block may not attend key j. */
-static inline int FMHA_NAME(pair_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j)
+/* Whether row r of the block may not attend key j; factor: what the pair has in the product, 0 if it is removed, but not only then
+ * (and anything where a band leaves it out of the tile's work). */
+static inline int FMHA_NAME(pair_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j, REAL factor)
 {
     if (j < block->row0[r] || j >= block->row1[r]) return 1;
-    if (!p->bool_mask.data && !p->additive_mask.data) return 0;
+    if (factor != 0 || (!p->bool_mask.data && !p->additive_mask.data)) return 0;
     fmha_block pair = {.b = block->b, .h = block->head[r]};
     return FMHA_NAME(removed)(p, &pair, block->query[r], j);
 }
@@ -523,9 +524,12 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
     for (ptrdiff_t k = 0; k < n; k++) {
         const REAL *row = x + k * ldx;
         if (FMHA_NAME(all_finite)(1, width, row, ldx)) continue;
-        for (ptrdiff_t r = 0; r < block->rows; r++)
-            if (!done[r] && !FMHA_NAME(pair_removed)(p, block, r, j + k))
-                done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, a[k * block->queries + r], row, c + r * ldc);
+        int ask = FMHA_NAME(has_nan)(width, row);
+        for (ptrdiff_t r = 0; r < block->rows; r++) {
+            REAL factor = a[k * block->queries + r];
+            if (!done[r] && !FMHA_NAME(pair_removed)(p, block, r, j + k, factor))
+                done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + r * ldc, ask);
+        }
     }
 }
 
@@ -1079,9 +1083,12 @@ static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         const REAL *row = FMHA_NAME(row_of)(x, block, r);
         if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
-        for (ptrdiff_t k = 0; k < n; k++)
-            if (!done[k] && !FMHA_NAME(pair_removed)(p, block, r, j + k))
-                done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, a[k * block->queries + r], row, c + k * ldc);
+        int ask = FMHA_NAME(has_nan)(width, row);
+        for (ptrdiff_t k = 0; k < n; k++) {
+            REAL factor = a[k * block->queries + r];
+            if (!done[k] && !FMHA_NAME(pair_removed)(p, block, r, j + k, factor))
+                done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + k * ldc, ask);
+        }
     }
 }
 
