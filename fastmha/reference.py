@@ -18,7 +18,8 @@ backward from the lse and ``delta``: Dao et al. 2022, "FlashAttention", appendix
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from .masks import create_padding_mask
 
 Array = NDArray[Any]
 Window = tuple[int | None, int | None]
+Fold = Callable[[Array], Array]
 
 
 def removed(
@@ -395,3 +397,282 @@ def mha_forward_backward(
     else:
         result["grad_X"], result["grad_context"] = through_q, through_kv
     return result
+
+
+# ------------------------------------------------------------------------------------------------------ rounding errors
+
+_LIKELY = 8.0  # times the root of the sum of squares: a sum of independent errors is beyond it once in 4e13 times
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """How errors add up: the `power`-th root of the sum of their powers."""
+
+    power: int  # 1: all of one sign, the worst case; 2: independent
+    u: float  # of one rounding, relative
+
+    @property
+    def unit(self) -> float:
+        """What one rounding counts in the sum."""
+        return self.u if self.power == 1 else _LIKELY * self.u
+
+    def join(self, *errors: Any) -> Array:
+        """Of a sum of things that err by these."""
+        total: Array = np.abs(errors[0])
+        for error in errors[1:]:
+            total = total + np.abs(error) if self.power == 1 else np.hypot(total, error)
+        return total
+
+    def along(self, errors: Array) -> Array:
+        """Of the sums over the last axis, which is kept."""
+        return (np.abs(errors) ** self.power).sum(axis=-1, keepdims=True) ** (1 / self.power)
+
+    def carried(self, errors: Array, x: Array, fold: Fold = np.asarray) -> Array:
+        """Of ``a @ x`` where the elements of a err by these; `fold` adds up the query heads of a group."""
+        return fold(np.abs(errors) ** self.power @ np.abs(x) ** self.power) ** (1 / self.power)
+
+    def about(self, errors: Array, slope: Array, x: Array, centre: Array) -> Array:
+        """Of ``sum_j a_ij (slope_ij x_j - centre_i)`` where the elements of a err by these."""
+        weights = np.abs(errors) ** self.power
+        size = weights.sum(axis=-1, keepdims=True)
+        squares = (weights * slope**2) @ x**2 + centre**2 * size
+        total = np.maximum(squares - 2 * centre * ((weights * slope) @ x), 1e-15 * squares)  # float64 knows no more
+        return np.sqrt(total * size if self.power == 1 else total)  # power 1: Cauchy-Schwarz
+
+    def rounded(self, terms: Array | int, a: Array, x: Array, fold: Fold = np.asarray) -> Array:
+        """Of ``a @ x`` computed as sums of so many rounded products: the notes of `error_bounds`."""
+        if self.power == 1:
+            return (terms + 1) * self.unit * fold(np.abs(a) @ np.abs(x))
+        h = (terms + 1) / 6
+        return self.unit * np.sqrt(2 * h * fold(a @ x) ** 2 + (h + 1) * fold(a**2 @ x**2))
+
+
+def product_error_bounds(a: Array, b: Array, dtype: Any) -> Array:
+    """How far rounding may take ``a @ b``, computed in `dtype` in an order that does not look at the terms, from the exact product.
+
+    Parameters
+    ----------
+    a, b : ndarray of float64
+        Finite, and exactly what the computation in `dtype` is given; shapes as in ``a @ b``.
+    dtype : numpy.float32 or numpy.float64
+
+    Returns
+    -------
+    ndarray of float64, of the shape of ``a @ b``
+        Absolute, an element each: see `error_bounds`, which adds up such errors.
+    """
+    info = np.finfo(dtype)
+    terms = a.shape[-1]
+    worst, likely = (_Rounding(power, float(info.eps) / 2).rounded(terms, a, b) for power in (1, 2))
+    return np.fmin(worst, likely) + (terms + 1) * float(info.smallest_subnormal)
+
+
+def error_bounds(
+    q: Array,
+    k: Array,
+    v: Array,
+    grad_out: Array,
+    dtype: Any,
+    *,
+    layout: str = "BHLD",
+    mask: Array | None = None,
+    is_causal: bool = False,
+    offset: ArrayLike | None = None,
+    key_padding_lengths: ArrayLike | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    algorithm: str = "auto",
+) -> list[Array]:
+    """How far rounding may take `attention` and `attention_backward`, computed in `dtype`, from the exact results.
+
+    A result that is further away is wrong, whatever BLAS, instruction set and blocking made it; the bounds know none of them.
+
+    Parameters
+    ----------
+    q, k, v, grad_out : ndarray of float64
+        Finite, and exactly what the computation in `dtype` is given; shapes as in `attention_backward`.
+    dtype : numpy.float32 or numpy.float64
+        If float64, a reference computed in float64 errs as well: two results differ by twice the bound at most.
+    layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap
+        As in `attention`.
+    algorithm
+        Ignored.
+
+    Returns
+    -------
+    list of ndarray of float64
+        Of out, lse, grad_q, grad_k and grad_v: absolute, an element each, finite also where no score is left of the rounding;
+        0 for the -inf of an empty row in lse.
+
+    Notes
+    -----
+    An operation returns ``x (1 + d)`` with ``|d| <= u = eps / 2``, or is off by the smallest subnormal number where it
+    underflows. Such errors are followed to first order through the formulas of `attention_backward` and added up in two ways;
+    for each element the smaller sum counts:
+
+    * *worst case*: all of one sign.
+    * *likely*: independent and of mean 0, so that their sum is beyond 8 times the root of the sum of their squares with
+      probability 2 exp(-8² / 2) = 2.5e-14 at most (Hoeffding's inequality; Higham and Mary 2019, "A new approach to
+      probabilistic rounding error analysis"). An error that the keys of a row share is added as in the worst case.
+
+    **A sum of n products** x_m, with sum S and sum of squares Q. Worst case: no partial sum is larger than sum|x_m|, so that
+    n + 1 roundings make (n + 1) u sum|x_m|. Likely: each product errs by u |x_m|, each addition by u times a partial sum. Of
+    terms in no particular order (sorted ones may err more) the first m have the mean m S / n and the variance
+    (Q - S² / n) m (n - m) / (n (n - 1)), so that the squares of all partial sums and products add up to
+    S² (n + 1) / 3 + Q ((n + 1) / 6 + 1). Blocks, lanes and fused multiply-adds round less.
+
+    **A score** s_ij = scale q_i·k_j: its sum of D products; u |s_ij| where the scale is multiplied in, or u of each element of
+    q, the same for all keys, if it is there; u |s_ij| of the scale itself. A softcap adds 3 u |s| before the hyperbolic tangent
+    and 4 u |s| behind it. An additive mask rounds the sum to u |s + mask|: beside a mask of -1e9 nothing is left of a score.
+    The exponential adds u |s - peak| of its argument, and 3 u (1.5 units in the last place). Together this is e_ij, a
+    relative error of exp(s_ij - peak).
+
+    **What e does**, with z = dP - delta and dS = P z: to P, P_ij (e_ij - sum_k P_ik e_ik); to lse, sum_j P_ij e_ij; to out,
+    sum_j P_ij e_ij (v_j - out_i); to delta, sum_j P_ij e_ij z_ij; to grad_q, scale sum_j P_ij e_ij z_ij (k_j - sum_k P_ik k_k) and
+    grad_q times the change of lse; to grad_k and grad_v what the changes of dS and P do. If e is not small, P changes by
+    the exponential of it, and stays between 0 and 1; a P below the smallest normal number may become 0.
+
+    **Behind the scores**, each over the pairs that are left: the sums of exponentials, P v, grad_out v, delta (as grad_out·out
+    and as sum P dP: an algorithm takes one of them), dS k, dS q and P grad_out, and a few single roundings. Where lse
+    normalises P backward, it brings u |lse|; more than P itself it cannot.
+    """
+    q, k, v, grad_out = _swap(layout, q, k, v, grad_out)
+    (B, H, Lq, D), (kv_heads, Lk, Dv) = q.shape, v.shape[1:]
+    if 0 in (B, H, Lq, Lk):
+        bounds = [np.zeros(shape) for shape in ((B, H, Lq, Dv), (B, H, Lq), q.shape, k.shape, v.shape)]
+        return [*_swap(layout, bounds[0]), bounds[1], *_swap(layout, *bounds[2:])]
+    factor = float(scale) if scale is not None else 1 / math.sqrt(D) if D else 1.0
+    if factor < 0:
+        q, factor = -q, -factor
+    gone = np.broadcast_to(removed(Lq, Lk, mask, is_causal, offset, key_padding_lengths, window), (B, H, Lq, Lk))
+    additive = None if mask is None or mask.dtype == bool else np.where(np.isneginf(mask), 0, mask)
+    info = np.finfo(dtype)
+    lost = float(info.smallest_subnormal)
+
+    def fold(x: Array) -> Array:
+        return _sum_groups(x, kv_heads)
+
+    # The sizes are taken out: then nothing here, squares of scores among them, over- or underflows where the results do not.
+    size_q, size_k, size_v, size_g = (float(np.abs(x).max(initial=0)) or 1.0 for x in (q, k, v, grad_out))
+    operands = q / size_q, _per_query_head(k, H) / size_k, _per_query_head(v, H) / size_v, grad_out / size_g
+    keys = (~gone).sum(axis=-1, keepdims=True)
+    rows = fold((~gone).sum(axis=-2)[..., None])
+    lost_scores = lost * ((D + 2) * max(1, factor) + np.abs(_per_query_head(k, H)).sum(axis=-1)[..., None, :])
+    problem = operands, factor * size_q * size_k, gone, additive, softcap, lost_scores, fold
+    with np.errstate(all="ignore"):
+        ways = (_propagated(_Rounding(power, float(info.eps) / 2), float(info.tiny), *problem) for power in (1, 2))
+        out, lse, grad_q, grad_k, grad_v = (np.fmin(worst, likely) for worst, likely in zip(*ways))
+    out = out * size_v + (keys + 2) * lost
+    lost_grad = factor * (Dv + 3) * lost
+    grad_q = grad_q / size_q * size_g * size_v + (keys + 2) * max(1, factor) * lost + lost_grad * size_k * Lk
+    grad_k = grad_k / size_k * size_g * size_v + (rows + 2) * max(1, factor) * lost + lost_grad * size_q * rows
+    grad_v = grad_v * size_g + (rows + 2) * lost
+    return [*_swap(layout, out), lse, *_swap(layout, grad_q, grad_k, grad_v)]
+
+
+def _propagated(
+    model: _Rounding,
+    tiny: float,
+    operands: tuple[Array, Array, Array, Array],
+    factor: float,
+    gone: Array,
+    additive: Array | None,
+    softcap: float | None,
+    lost_scores: Array,
+    fold: Fold,
+) -> list[Array]:
+    """The bounds of `error_bounds` in one way of adding up, for operands (B, H, L, width) of size 1 at most."""
+    q, k, v, grad_out = operands
+    unit, width, value_width = model.unit, q.shape[-1], v.shape[-1]
+    kept = ~gone
+    keys, rows = kept.sum(axis=-1, keepdims=True), fold(kept.sum(axis=-2)[..., None])
+
+    def transposed(x: Array) -> Array:
+        return x.swapaxes(-1, -2)
+
+    # scores = factor * q @ k^T: errors that are the pair's own; the same for all keys of a row; the same for all
+    scores = q @ transposed(k) * factor
+    own = model.join(factor * model.rounded(width, q, transposed(k)), unit * scores) + lost_scores
+    errors = [own, factor * unit * model.carried(q, transposed(k)), model.u * np.abs(scores)]
+    slope, slope_error = np.ones_like(scores), np.zeros_like(scores)
+    if softcap is not None:
+        cap, size = abs(float(softcap)), np.abs(scores / float(softcap))
+        tanh = np.tanh(size)
+        scores, slope = np.copysign(cap * tanh, scores), 1 - tanh * tanh
+        errors[0] = model.join(errors[0], 3 * unit * cap * size)
+        errors = [cap * np.tanh(e / cap) * (1 - tanh * np.tanh(size - e / cap)) for e in errors]  # tanh(a) - tanh(b)
+        errors[0] = model.join(errors[0], 4 * unit * scores)
+        slope_error = model.join(2 * tanh * sum(errors) / cap, unit * tanh, unit * slope)
+    if additive is not None:
+        scores = scores + additive
+        errors[0] = model.join(errors[0], unit * scores)
+    # weights = exp(scores - peak) / sum
+    weights, lse = _softmax(np.where(kept, scores, -np.inf))
+    lse = np.where(kept.any(axis=-1), lse, 0)[..., None]
+    log_weights = np.where(kept, scores - lse, -np.inf)
+    log_sum = -log_weights.max(axis=-1, keepdims=True, initial=-np.inf, where=kept)
+    log_sum = np.where(kept.any(axis=-1, keepdims=True), log_sum, 0)
+    errors[0] = model.join(errors[0], unit * np.where(kept, log_weights + log_sum, 0), 3 * unit)
+    errors = [np.where(kept, e, 0) for e in (errors if model.power == 2 else [sum(errors)])]
+    # the exact results, and what they are made of
+    out, grad_weights = weights @ v, grad_out @ transposed(v)
+    delta = (weights * grad_weights).sum(axis=-1, keepdims=True)
+    z = grad_weights - delta
+    grad_scores = weights * z * slope
+    middle = (weights * slope) @ k  # where a change of delta goes
+    grad_q, grad_k = factor * (grad_scores @ k), factor * fold(transposed(grad_scores) @ q)
+
+    def changes(errors: Array, along_row: _Rounding, along_column: _Rounding) -> list[Array]:
+        """Of out, lse, grad_q, grad_k, grad_v with errors of the scores, which add up so."""
+        raised = np.where(errors < 1, weights * np.expm1(np.minimum(errors, 1)), np.exp(np.minimum(log_weights + errors, 300)))
+        most = np.max(log_weights + errors, axis=-1, keepdims=True, initial=0)
+        of_lse = np.where(most < 300, np.log1p(along_row.along(raised)), most + np.log(np.maximum(keys, 1)))
+        linear = weights * errors
+        others = np.maximum(along_row.along(linear) ** along_row.power - linear**along_row.power, 0) ** (1 / along_row.power)
+        relative = np.where((errors < 0.5) & (of_lse < 0.5), (1 - weights) * errors + others, errors + of_lse)
+        of_weights = np.where(
+            relative < 1, weights * np.expm1(np.minimum(relative, 1)), np.exp(np.minimum(log_weights + relative, 0))
+        )
+        of_weights = np.where(kept, of_weights + tiny, 0)
+        of_delta = along_row.along(of_weights * z)
+        of_grad_scores = of_weights * np.abs(z) * slope + weights * slope * of_delta
+        of_grad_q = factor * along_row.about(of_weights * z, slope, k, middle) + np.minimum(of_lse, 1) * np.abs(grad_q)
+        return [
+            along_row.about(of_weights, np.ones_like(z), v, out), of_lse, of_grad_q,
+            factor * along_column.carried(transposed(of_grad_scores), q, fold),
+            along_column.carried(transposed(of_weights), grad_out, fold),
+        ]  # fmt: skip
+
+    # roundings behind the scores, the same in the two ways but for their adding up
+    ones = np.ones((weights.shape[-1], 1))
+    of_sum = model.rounded(keys, weights, ones)  # relative, of the sum of exponentials
+    of_out = model.join(model.rounded(keys, weights, v), 3 * unit * out)
+    of_lse = model.join(of_sum, 3 * unit * log_sum, unit * lse)
+    of_weights = np.minimum(model.join(of_lse, unit * lse), 1)  # relative, of a whole row
+    of_grad_weights = model.rounded(value_width, grad_out, transposed(v))
+    by_out = model.rounded(value_width, (grad_out * out)[..., None, :], np.ones((value_width, 1)))[..., 0]
+    by_weights = model.rounded(keys, weights * grad_weights, ones)
+    of_delta = model.join(
+        by_out, model.along(of_out * grad_out), by_weights, model.along(weights * of_grad_weights), of_sum * delta
+    )
+    of_grad_scores = model.join(weights * slope * of_grad_weights, 5 * unit * grad_scores, weights * z * slope_error)
+    of_grad_q = model.join(
+        factor * model.rounded(keys, grad_scores, k), factor * model.carried(of_grad_scores, k), factor * middle * of_delta,
+        of_weights * grad_q, 2 * unit * grad_q,
+    )  # fmt: skip
+    of_grad_scores = model.join(of_grad_scores, weights * slope * of_delta, of_weights * grad_scores)
+    of_grad_k = model.join(
+        factor * model.rounded(rows, transposed(grad_scores), q, fold),
+        factor * model.carried(transposed(of_grad_scores), q, fold), 2 * unit * grad_k,
+    )  # fmt: skip
+    of_grad_v = model.join(
+        model.rounded(rows, transposed(weights), grad_out, fold), model.carried(transposed(weights * of_weights), grad_out, fold)
+    )
+    roundings = [model.join(of_out, of_sum * out), of_lse, of_grad_q, of_grad_k, of_grad_v]
+    total = [model.join(*parts) for parts in zip(roundings, changes(errors[0], model, model))]
+    worst = _Rounding(1, model.u)
+    for shared, along_column in zip(errors[1:], (model, worst)):
+        total = [a + b for a, b in zip(total, changes(shared, worst, along_column))]
+    total[1] = total[1][..., 0]
+    return total

@@ -209,6 +209,8 @@ FUNCTIONS = {
     "analysis.arithmetic_intensity": f"{SIZES} dtype *",
     "analysis.kv_cache_bytes": "batch_size seq_len n_kv_heads head_dim n_layers dtype",
     "analysis.crossover_length": "d_model",
+    "reference.error_bounds": f"q k v grad_out dtype * layout {MASKING} scale softcap algorithm",
+    "reference.product_error_bounds": "a b dtype",
 }
 PARAMETERS = [kind + letter for kind in ("W_", "b_") for letter in "QKVO"]
 MODULE_ATTRIBUTES = [
