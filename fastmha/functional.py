@@ -44,11 +44,12 @@ def attention(
                          x x . .                                 x x x x
 
     offset : int or (B,) array of int, optional
-        Position of query 0 among the keys, for `is_causal` and `window`. Default 0 where Lq == Lk; must be given elsewhere.
+        Position of query 0 among the keys, for `is_causal` and `window`, within ±2**61. Default 0 where Lq == Lk; must be given
+        elsewhere.
     key_padding_lengths : (B,) array of int, optional
         Valid keys of each batch row, 0 to Lk; those behind are removed.
     window : (left, right), optional
-        Key j is kept iff ``i + offset - left <= j <= i + offset + right``; a side None is unbounded.
+        Key j is kept iff ``i + offset - left <= j <= i + offset + right``; a side None (or from 2**62 on) is unbounded.
     scale : float, optional
         Factor of the products, default 1/sqrt(D).
     softcap : float, optional
@@ -79,6 +80,12 @@ def attention(
     ------
     ValueError, TypeError
         Naming the argument, what was expected and what came, before anything is computed.
+
+    Warns
+    -----
+    ConventionWarning
+        For a boolean mask (of up to 2**24 elements) that removes everything, or exactly the keys up to each query's own: masks in
+        which True means "may attend" elsewhere look so.
 
     Notes
     -----

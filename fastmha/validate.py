@@ -87,7 +87,8 @@ CALL_NAMES = _RULES | {
 }
 TEXTBOOK_NAMES = CALL_NAMES | {
     "query": "it is Q here", "key": "it is K here", "value": "it is V here",
-    "key_padding_mask": "it is mask=key_padding_mask[:, None, :] here (of 4 axes: [:, None, None, :]), True = may NOT attend",
+    "key_padding_mask": "it is mask=key_padding_mask[:, None, None, :] here (where all operands have 3 axes, [:, None, :] as "
+                        "well), True = may NOT attend",
     "need_weights": "the weights are returned always",
     **dict.fromkeys(("is_causal", "scale", "key_padding_lengths", "window", "softcap"), "fastmha.attention takes it"),
 }
