@@ -91,6 +91,8 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     """
     _, H, Hkv, Lq, Lk, D, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
+    if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
+        validate.choice("algorithm", algorithm, ALGORITHMS)
     return _choose(rows, decode_pays(rows, Lk, D * problem.itemsize), _core.fused_multiply_add(), algorithm, backward, weights)
 
 
