@@ -412,6 +412,7 @@ def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
     L, dtype = ordinary.q.shape[2], ordinary.q.dtype
     limits = np.finfo(dtype)
     special = SPECIAL_MASKED if ordinary.rules else SPECIAL
+    subnormal = {name: getattr(ordinary, name) * limits.smallest_normal / 64 for name in ("q", "k", "v", "grad_out")}
     one_nan = ordinary.v.copy()
     one_nan[:, :, L // 2] = np.nan
 
@@ -421,12 +422,11 @@ def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
     arms = [
         *((on(f"scores of deviation {size}", q=ordinary.q * dtype.type(size)), PEAKED) for size in (20, 30)),
         (on("scores of deviation 1000", q=ordinary.q * dtype.type(1000)), Floor(high=2.0)),
-        *((on(f"{name} subnormal", **{name: getattr(ordinary, name) * limits.smallest_normal / 64}), SUBNORMAL) for name in "qkv"),
-        (on("all subnormal", **{name: getattr(ordinary, name) * limits.smallest_normal / 64 for name in ("q", "k", "v", "grad_out")}),
-         SUBNORMAL),
+        *((on(f"{name} subnormal", **{name: subnormal[name]}), SUBNORMAL) for name in "qkv"),
+        (on("all subnormal", **subnormal), SUBNORMAL),
         (on("q and k huge", q=ordinary.q * dtype.type(1e15), k=ordinary.k * dtype.type(1e15)), SUBNORMAL),
         (on("v NaN at one key", v=one_nan), special),
-        *((on(f"all {value}", **{name: np.full_like(getattr(ordinary, name), value) for name in ("q", "k", "v", "grad_out")}), special)
+        *((on(f"all {value}", **{name: np.full_like(x, value) for name, x in subnormal.items()}), special)
           for value in (np.nan, np.inf)),
         *((on(f"v {value}", v=np.full_like(ordinary.v, value)), special) for value in (np.nan, np.inf)),
     ]
@@ -445,7 +445,8 @@ def inputs(options: argparse.Namespace) -> Iterator[Table]:
                 ordinary = replace(draw("ordinary", 1, 4, INPUT_LENGTH, 64, dtype, **rules), algorithm=algorithm)
                 check(ordinary, options.threads)
                 arms = input_arms(ordinary)
-                best = {d: best_times({c.label: c.function(d, options.threads) for c in (ordinary, *(c for c, _ in arms))}, options.seconds)
+                timed = (ordinary, *(c for c, _ in arms))
+                best = {d: best_times({c.label: c.function(d, options.threads) for c in timed}, options.seconds)
                         for d in DIRECTIONS}
                 yield Table(f"Inputs, {dtype}, {algorithm}, {kind}, L {INPUT_LENGTH} D 64: time over the ordinary values'", [
                     Finding(call.label, {d: best[d][call.label] / best[d]["ordinary"] for d in DIRECTIONS}, floor)
@@ -453,9 +454,11 @@ def inputs(options: argparse.Namespace) -> Iterator[Table]:
         ordinary = replace(draw("ordinary", 1, 8, 4, 64, dtype, Lk=8 * INPUT_LENGTH), algorithm="decode")
         check(ordinary, options.threads, ("forward",))
         arms = [(c, f) for c, f in input_arms(ordinary) if "rows" not in c.label]
-        best_of = best_times({c.label: c.function("forward", options.threads) for c in (ordinary, *(c for c, _ in arms))}, options.seconds)
+        timed = (ordinary, *(c for c, _ in arms))
+        best_of = best_times({c.label: c.function("forward", options.threads) for c in timed}, options.seconds)
         yield Table(f"Inputs, {dtype}, decode, 4 queries, Lk {8 * INPUT_LENGTH}: time over the ordinary values'", [
-            Finding(call.label, {"forward": best_of[call.label] / best_of["ordinary"]}, floor, ("forward",)) for call, floor in arms])
+            Finding(call.label, {"forward": best_of[call.label] / best_of["ordinary"]}, floor, ("forward",))
+            for call, floor in arms])
 
 
 # ---------------------------------------------------------------------------------------------- growth
@@ -505,8 +508,8 @@ def crossover_line(Lq: int, group: int, Lk: int, D: int, direction: str, options
 
 
 # B, H, Hkv, Lq, Lk, D
-MANY_SHORT = ((1, 4096, 4096, 8, 8, 64), (200_000, 1, 1, 1, 1, 8), (20_000, 1, 1, 1, 1, 64), (512, 8, 8, 3, 3, 160), (64, 14, 2, 1, 5, 64),
-              (64, 8, 2, 2, 67, 64), (1000, 8, 8, 1, 20, 64), (256, 16, 16, 4, 40, 32))
+MANY_SHORT = ((1, 4096, 4096, 8, 8, 64), (200_000, 1, 1, 1, 1, 8), (20_000, 1, 1, 1, 1, 64), (512, 8, 8, 3, 3, 160),
+              (64, 14, 2, 1, 5, 64), (64, 8, 2, 2, 67, 64), (1000, 8, 8, 1, 20, 64), (256, 16, 16, 4, 40, 32))
 MANY_COSTS = Floor(high=1.20)
 
 
@@ -516,14 +519,15 @@ def many_line(shape: tuple[int, ...], dtype: str, options: argparse.Namespace) -
     calls = [replace(drawn, label=name, algorithm=name) for name in ("blas", "tiled", "decode")]
     best = {name: seconds for (name, _), seconds in measure(calls, options, ("forward",)).items()}
     auto, _ = choose(problem_of(drawn.q, drawn.k, drawn.v), "auto")
-    return Finding(f"B {B}, H {H}{'' if H == Hkv else f'/{Hkv}'}, L {Lq} x {Lk}, D {D}", {
+    return Finding(f"B {B}, H {H}{'' if Hkv == H else f'/{Hkv}'}, L {Lq} x {Lk}, D {D}", {
         **{name: f"{best[name] * 1e3:.3f}" for name in best}, "best": min(best, key=best.__getitem__), "auto": auto,
         "auto over best": best[auto] / min(best.values())}, MANY_COSTS, ("auto over best",))
 
 
 def crossover(options: argparse.Namespace) -> Iterator[Table]:
     for dtype in DTYPES:
-        yield Table(f"Many short attentions, forward, {dtype}: ms a call", [many_line(shape, dtype, options) for shape in MANY_SHORT])
+        yield Table(f"Many short attentions, forward, {dtype}: ms a call", [
+            many_line(shape, dtype, options) for shape in MANY_SHORT])
     for direction in DIRECTIONS:
         for D in CROSSOVER_WIDTHS:
             lines = [crossover_line(Lq, group, Lk, D, direction, options) for Lk in KEYS for Lq, group in QUERIES]

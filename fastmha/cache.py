@@ -307,12 +307,12 @@ class KVCache:
         begin with token `skip`."""
         slots, B = state.slots, self.batch_size
         if isinstance(state.filled, int) and isinstance(new, int):
-            spans: Any = [(0, B, state.filled, new)]
+            spans: Any = [(0, B, state.filled, new)] if B else []
         else:
             starts, counts = self._rows(state.filled), self._rows(new)
             if longest(counts) == 1:
                 rows = counts.nonzero()[0]
-                return [(b, slot, B + b, -skip, 1, 1) for b, slot in zip(rows.tolist(), (starts[rows] % slots).tolist())]
+                return [(b, slot, B + b, 0, 1, 1) for b, slot in zip(rows.tolist(), (starts[rows] % slots).tolist())]
             spans = zip(range(B), repeat(1), starts.tolist(), counts.tolist())
         moves = []
         for b, rows, position, count in spans:
@@ -436,8 +436,8 @@ class KVCache:
     def __getstate__(self) -> dict[str, Any]:
         state = self._state
         n = int(self._used(state).max(initial=0))       # memory that was never written stays here
-        kept = State(state.k[:, :, :n].copy(), state.v[:, :, :n].copy(), state.filled, state.tops)
-        return {**self.__dict__, "_state": tuple(kept), "slots": state.slots}
+        kept = state.k[:, :, :n].copy(), state.v[:, :, :n].copy(), state.filled, state.tops
+        return {**self.__dict__, "_state": kept, "slots": state.slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({name: value for name, value in state.items() if name not in ("_state", "slots")})

@@ -80,6 +80,10 @@ def attention(
     ------
     ValueError, TypeError
         Naming the argument, what was expected and what came, before anything is computed.
+    MemoryError
+        Where there is no memory for scratch; with "blas", where it is wanted in the middle, `out` may have been written in part.
+    KeyboardInterrupt, or what else a signal handler raises
+        Within half a second, in the middle of the call; what is in `out` then is undefined.
 
     Warns
     -----
@@ -90,6 +94,8 @@ def attention(
     Notes
     -----
     Where (i, j) is removed, nothing in k or v at j changes a bit of row i of the output, not even NaN or Inf.
+
+    Numbers below the smallest normal one of the dtype count as 0, but for rows of the output that are as small throughout.
 
     References
     ----------
@@ -165,6 +171,9 @@ def attention_backward(
     -----
     With P = exp(S - lse): grad_v = Pᵀ grad_out, dP = grad_out vᵀ, dS = P ∘ (dP - rowsum(P ∘ dP)), grad_q = scale · dS k,
     grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads.
+
+    exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
+    lse exceeds those by more than rounding, because it was taken over more keys.
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     name, _ = choose(problem, algorithm, backward=True)

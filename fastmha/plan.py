@@ -17,8 +17,8 @@ ALGORITHMS = ("auto", "blas", "tiled", "decode")
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
 _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
-# "auto" decodes up to so many query rows a key/value head, from so many bytes of a key and of all keys on: below, what an item costs
-# before its arithmetic, the horizontal sums of each score and the merging count for more than the lanes that "tiled" leaves empty
+# "auto" decodes up to so many query rows a key/value head, from so many bytes of a key and of all keys on: below, what an item
+# costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
 _DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
 # from where on "auto" has projections write heads contiguous: tokens, bytes a token and head, bytes a head
 _LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
@@ -106,7 +106,7 @@ def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
-    """`choose` for so many query rows a key/value head; whether "decode" pays there; with fused multiply-add in the kernels or not."""
+    """`choose` for so many query rows a key/value head; whether "decode" pays there; with fused multiply-add or without."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
     against = {}

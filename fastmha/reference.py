@@ -246,9 +246,9 @@ def attention_backward(
     k, v = _per_query_head(k, heads), _per_query_head(v, heads)
     with np.errstate(all="ignore"):
         scores, slope, factor = _scores(q, k, gone, mask, scale, softcap)
-        # weights = softmax(scores), by the sums of these scores: exp(scores - lse) errs by the rounding of lse, which has lost the
-        # number of keys where they all are one huge constant. lse says more only if it was taken over more keys than these: then
-        # it exceeds their own by more than rounding.
+        # weights = softmax(scores), by the sums of these scores: exp(scores - lse) errs by the rounding of lse, which has lost
+        # the number of keys where they all are one huge constant. lse says more only if it was taken over more keys than these:
+        # then it exceeds their own by more than rounding.
         weights, own_lse = _softmax(scores)
         slack = 16 * np.finfo(lse.dtype).eps * (1 + np.abs(lse))
         of_more_keys = (own_lse < lse - slack)[..., None]

@@ -331,6 +331,10 @@ def test_empty_batches_and_empty_appends_work():
     cache.reorder(np.zeros(0, int))
     cache.truncate(1)
     assert cache.lengths.shape == (0,)
+    ring = new(batch=0, window=2, max_chunk=2)
+    for n in (1, 2, 2, 1):
+        ring.append(*tokens(n, batch=0))
+    assert ring.k.shape == (0, HKV, 0, D)
     cache = new()
     cache.append(*tokens(0))
     assert cache.k.shape == (B, HKV, 0, D)

@@ -179,11 +179,12 @@ def stepping(cache, rng, longest):
     """A forward over the cache, of up to so many tokens."""
     n = int(rng.integers(1, longest + 1))
     X = rng.standard_normal((B, n, 4 * D)).astype(np.float32)
-    keywords = {"key_padding_lengths": rng.integers(0, n + 1, B)} if rng.random() < 0.3 else {}
+    counts = rng.integers(0, n + 1, B) if rng.random() < 0.3 else np.full(B, n)
+    keywords = {"key_padding_lengths": counts}
     if cache.window is not None:
         keywords["window"] = (cache.window, 0)
     elif rng.random() < 0.3:
-        keywords["mask"] = rng.random((n, cache.length + n)) < 0.2
+        keywords["mask"] = rng.random((n, (cache.lengths + counts).max())) < 0.2
     if rng.random() < 0.3:
         keywords["need_weights"] = True
     if rng.random() < 0.3:

@@ -117,7 +117,8 @@ def test_a_row_masked_by_a_constant_attends_all_its_keys_alike(isa, dtype, const
         np.testing.assert_allclose(out, mean, rtol=0, atol=eps)
         expected = np.broadcast_to(g.sum(axis=(1, 2), keepdims=True) / Lk, grad_v.shape)
         np.testing.assert_allclose(grad_v, expected, rtol=0, atol=eps * np.abs(g).sum() / Lk)
-        wanted = reference.attention_backward(*(x.astype(np.float64) for x in (g, q, k, v, out, lse)), mask=mask.astype(np.float64))
+        wide = [x.astype(np.float64) for x in (g, q, k, v, out, lse)]
+        wanted = reference.attention_backward(*wide, mask=mask.astype(np.float64))
         np.testing.assert_allclose(grad_q, wanted[0], rtol=0, atol=eps)
         assert not grad_k.any()
 
@@ -156,7 +157,8 @@ def test_threads_change_no_bit_of_gradients_at_any_scale(isa, threads, rng):
         mask = masked_rows(rng, 150, 230, constant)
         for forward in NAMED:
             out, lse = fastmha.attention(q, k, v, mask=mask, algorithm=forward, return_lse=True)
-            one, many = (fastmha.attention_backward(g, q, k, v, out, lse, mask=mask, algorithm="tiled", num_threads=n) for n in (1, threads))
+            one, many = (fastmha.attention_backward(g, q, k, v, out, lse, mask=mask, algorithm="tiled", num_threads=n)
+                         for n in (1, threads))
             assert all(same_bits(a, b) for a, b in zip(one, many, strict=True))
 
 
@@ -201,8 +203,9 @@ def test_softcap_may_have_any_positive_size(isa, dtype, algorithm, exponent, rng
 
 
 @pytest.mark.parametrize("algorithm", FORWARD)
-@pytest.mark.parametrize(("of_q", "of_k", "scale"), [(1e30, 1e-38, 1e10), (1e25, 1e-30, 1e5), (1e38, 1e-38, 1.0), (1e-30, 1.0, 1e30),
-                                                     (1e-38, 1e-5, 3e38), (1e15, 1e15, 1e-30), (1e20, 1e5, 1e-25), (1e18, 1e18, 1e-36)])
+@pytest.mark.parametrize(("of_q", "of_k", "scale"), [
+    (1e30, 1e-38, 1e10), (1e25, 1e-30, 1e5), (1e38, 1e-38, 1.0), (1e-30, 1.0, 1e30), (1e-38, 1e-5, 3e38), (1e15, 1e15, 1e-30),
+    (1e20, 1e5, 1e-25), (1e18, 1e18, 1e-36)])
 def test_finite_scores_of_operands_of_any_size_are_right(isa, algorithm, of_q, of_k, scale, rng):
     """scale * q overflows, or keys are subnormal, or the scale is: the scores are what they are."""
     q, k, v, g = draw(rng, 2, 2, 1, 20, 60, 12, 8, np.float32)
