@@ -210,7 +210,7 @@ class AttentionModule:
 
     # ------------------------------------------------------------------------------------------------- forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def __call__(self, *args: NoReturn, **kwargs: NoReturn) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} is not called itself: call its forward, m.forward(X)")
 
     def _input(self, name: str, x: Any) -> np.ndarray:

@@ -23,9 +23,9 @@ LAYOUTS = ("BHLD", "BLHD")
 FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 BLAS_INT_MAX = 2**31 - 1        # BLAS integers are C ints in every SciPy wheel
 LARGEST = BLAS_INT_MAX - 64     # length or width: rows of scores are padded to whole vectors
-UNBOUNDED = 2**62               # FMHA_UNBOUNDED: from here on a side of a window removes nothing that an offset could bring back
+UNBOUNDED = 2**62               # as FMHA_UNBOUNDED: from here on a side of a window removes nothing at any offset
 _OFFSET_MAX = 2**61             # i + offset + a side below UNBOUNDED stays within 64 bits
-_MOST_LOOKED_AT = 2**24         # elements of a mask that are compared with what a mask that is meant the other way looks like
+_MOST_LOOKED_AT = 2**24         # elements of a mask that is looked at in full for being meant the other way
 _HEAD_AXIS = {"BHLD": 1, "BLHD": 2}
 _LENGTH_AXIS = {"BHLD": 2, "BLHD": 1}
 _AXES = {"BHLD": '(B, H, L, D) for layout "BHLD"', "BLHD": '(B, L, H, D) for layout "BLHD"'}
@@ -113,7 +113,7 @@ MODULE_NAMES = {
 def own_keywords(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A function that says what is meant where it is given a keyword of these names, which other libraries have."""
     # A wrapper, not **kwargs: `embed_dim=` leaves d_model missing, which fails before any **kwargs could be looked at, and the
-    # signature stays its own. It costs 0.15 us and 0.1 us a keyword, the smallest attention 20 us.
+    # signature stays its own. It costs 0.15 us, with one keyword 0.3, with six 0.6; the smallest attention 20 us.
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         foreign = names.keys() - inspect.signature(function).parameters.keys()
 
