@@ -808,8 +808,8 @@ def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
 
 
 def tile_sizes():
-    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk and most query rows a key/value head
-    of the decode algorithm."""
+    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk and most query rows a key/value
+    head of the decode algorithm."""
     return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS
 
 

@@ -101,11 +101,12 @@ class KVCache:
         slots = 0 if capacity is None else _count("capacity", capacity, 0)
         if window is None:
             if max_chunk is not None:
-                raise ValueError(f"max_chunk is given ({max_chunk!r}) but not window, which makes the ring that it belongs to")
+                raise ValueError(f"max_chunk is given ({validate.short(max_chunk)}) but not window, which makes the ring that it belongs to")
             self.window = self.max_chunk = None
         else:
             if capacity is not None:
-                raise ValueError(f"capacity and window cannot be given together, got {capacity!r} and {window!r}: a ring "
+                raise ValueError(f"capacity and window cannot be given together, got {validate.short(capacity)} and "
+                                 f"{validate.short(window)}: a ring "
                                  "holds window + max_chunk tokens")
             self.window = _count("window", window, 0, validate.LARGEST - 1)
             self.max_chunk = 1 if max_chunk is None else _count("max_chunk", max_chunk, 1, validate.LARGEST - self.window,
@@ -455,6 +456,7 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------- attention
 
+    @validate.own_keywords(validate.CALL_NAMES)
     def attend(
         self, q: np.ndarray, *, lengths_new: np.ndarray | None = None, mask: np.ndarray | None = None, is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
@@ -510,7 +512,8 @@ class KVCache:
         filled = state.filled
         if self.window is not None:
             window = ring_window(self, window)
-        if is_causal is not False or window is not None:
+        is_causal = validate.flag("is_causal", is_causal)
+        if is_causal or window is not None:
             self._check_reach(state, new, window)
         if self._wrapped(state.most) and (mask is not None or need_weights):
             held = self._held(state)
@@ -610,12 +613,9 @@ def _storage_type(dtype: Any) -> np.dtype:
         except ImportError:
             raise ImportError('dtype "bfloat16" needs the package ml_dtypes: pip install "fastmha[bfloat16]"') from None
         dtype = bfloat16
-    try:
-        found = np.dtype(object if dtype is None else dtype)    # np.dtype(None) would be float64
-    except TypeError:
-        found = np.dtype(object)
+    found = validate.dtype_of(dtype)
     if found.kind == "O":
-        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {dtype!r}")
+        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {validate.short(dtype)}")
     if found not in (*validate.FLOAT_TYPES, np.dtype(np.float16)) and found.name != "bfloat16":
         raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {found}")
     return found

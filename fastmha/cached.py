@@ -104,7 +104,8 @@ def ring_window(cache: KVCache, window: Any) -> tuple[int | None, int | None]:
     """window, which must not reach further back than the ring."""
     left, _ = validate.band(False, window)
     if left is None or left > (cache.window or 0):
-        raise ValueError(f"window must have a left side of at most {cache.window}, the window of the cache, got {window!r}")
+        raise ValueError(f"window must have a left side of at most {cache.window}, the window of the cache, "
+                         f"got {validate.short(window)}")
     return window
 
 
