@@ -10,7 +10,6 @@ assignment as well. So an exception at whatever point, from a signal too, finds 
 from __future__ import annotations
 
 from itertools import repeat
-from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -93,24 +92,24 @@ class KVCache:
     def __init__(self, batch_size: int, num_kv_heads: int, head_dim: int, *, v_head_dim: int | None = None,
                  capacity: int | None = None, dtype: Any = np.float32, window: int | None = None,
                  max_chunk: int | None = None) -> None:
-        self.batch_size = _count("batch_size", batch_size, 0)
-        self.num_kv_heads = _count("num_kv_heads", num_kv_heads, 1)
+        self.batch_size = validate.length("batch_size", batch_size)
+        self.num_kv_heads = validate.integer("num_kv_heads", num_kv_heads, 1, validate.LARGEST)
         self.head_dim = validate.size("head_dim", head_dim)
         self.v_head_dim = self.head_dim if v_head_dim is None else validate.size("v_head_dim", v_head_dim)
         self.dtype = _storage_type(dtype)
-        slots = 0 if capacity is None else _count("capacity", capacity, 0)
+        slots = 0 if capacity is None else validate.length("capacity", capacity)
         if window is None:
             if max_chunk is not None:
-                raise ValueError(f"max_chunk is given ({validate.short(max_chunk)}) but not window, which makes the ring that it belongs to")
+                raise ValueError(f"max_chunk is given ({validate.short(max_chunk)}) but not window, which makes the ring that it "
+                                 "belongs to")
             self.window = self.max_chunk = None
         else:
             if capacity is not None:
                 raise ValueError(f"capacity and window cannot be given together, got {validate.short(capacity)} and "
-                                 f"{validate.short(window)}: a ring "
-                                 "holds window + max_chunk tokens")
-            self.window = _count("window", window, 0, validate.LARGEST - 1)
-            self.max_chunk = 1 if max_chunk is None else _count("max_chunk", max_chunk, 1, validate.LARGEST - self.window,
-                                                                f" beside window = {self.window}")
+                                 f"{validate.short(window)}: a ring holds window + max_chunk tokens")
+            self.window = validate.integer("window", window, 0, validate.LARGEST - 1)
+            self.max_chunk = 1 if max_chunk is None else validate.integer(
+                "max_chunk", max_chunk, 1, validate.LARGEST - self.window, f" beside window = {self.window}")
             slots = self.window + self.max_chunk
         self._grows = capacity is None and window is None
         self._state = State(*self._allocate(slots), 0, None)
@@ -211,7 +210,7 @@ class KVCache:
     def _new(self, name: str, x: Any, width: int) -> np.ndarray:
         """x as (B, Hkv, n, width) of a real floating dtype."""
         if type(x) is not np.ndarray:
-            x = _plain(name, x)
+            x = validate.as_array(name, x)
         if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
             raise TypeError(f"{name} must hold real floating numbers, got dtype {x.dtype}")
         if x.ndim != 4 or x.shape[:2] != (self.batch_size, self.num_kv_heads) or x.shape[3] != width:
@@ -223,7 +222,7 @@ class KVCache:
         """How many of n new tokens are valid."""
         if lengths is None or self.batch_size == 0:
             return n
-        return together(_lengths(name, lengths, self.batch_size, n, longest))
+        return together(validate.batch_lengths(name, lengths, self.batch_size, n, longest))
 
     def _after(self, new: Lengths) -> Lengths:
         """The lengths with `new` tokens more; an error if there is no room for them."""
@@ -360,11 +359,9 @@ class KVCache:
         state = self._state
         most = longest(state.filled)
         if isinstance(length, (np.ndarray, list, tuple)):
-            wanted: Lengths = _lengths("length", length, self.batch_size, most, "the cache's length")
+            wanted: Lengths = validate.batch_lengths("length", length, self.batch_size, most, "the cache's length")
         else:
-            wanted = validate.integer("length", length, 0)
-            if wanted > most:
-                raise ValueError(f"length must be at most the cache's length {most}, got {wanted}")
+            wanted = validate.integer("length", length, 0, most, ", the cache's length")
         if self.batch_size == 0:
             self._state = State(state.k, state.v, wanted if isinstance(wanted, int) else state.filled, None)
             return
@@ -395,7 +392,7 @@ class KVCache:
         Only rows that change are copied, only as far as they are filled, in place; one row is set aside if rows change places.
         """
         B = self.batch_size
-        sources = _lengths("indices", indices, B, B - 1, "B - 1")
+        sources = validate.batch_lengths("indices", indices, B, B - 1, "B - 1")
         if B == 0:
             return
         state = self._state
@@ -579,31 +576,6 @@ def _copies(sources: list[int]) -> list[tuple[int, int]]:
 
 def _unless_same(tops: Lengths, filled: Lengths) -> Lengths | None:
     return None if np.all(tops == filled) else tops
-
-
-def _count(name: str, value: Any, minimum: int, maximum: int = validate.LARGEST, why: str = "") -> int:
-    value = validate.integer(name, value, minimum)
-    if value > maximum:
-        raise ValueError(f"{name} must be at most {maximum}{why}, got {value}")
-    return value
-
-
-def _plain(name: str, x: Any) -> np.ndarray:
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{name} must be a plain array, got a masked one, whose mask would be lost")
-    return validate.as_array(name, x)
-
-
-def _lengths(name: str, given: Any, B: int, most: int, most_name: str) -> np.ndarray:
-    """`validate.batch_lengths`, where ints that no integer array can hold are told as what they are."""
-    values = _plain(name, given)
-    if values.dtype.kind in "fO" and values.shape == (B,):
-        exact = np.asarray(given, object).tolist()
-        if all(isinstance(x, Integral) for x in exact):
-            for i, x in enumerate(exact):
-                if not 0 <= x <= most:
-                    raise ValueError(f"{name} must lie in [0, {most_name}] = [0, {most}], got {x} at index {i}")
-    return validate.batch_lengths(name, values, B, most, most_name)
 
 
 def _storage_type(dtype: Any) -> np.dtype:

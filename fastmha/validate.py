@@ -199,30 +199,25 @@ def same_dtype(name: str, x: np.ndarray, like: str, dtype: np.dtype) -> None:
         raise TypeError(f"{name} has dtype {x.dtype} but {like} has {dtype}: they must share one dtype")
 
 
-def integer(name: str, value: Any, minimum: int | None = None) -> int:
-    """value as an int, where it has a minimum (sizes and counts) one of 64 bits; bool is none."""
+def integer(name: str, value: Any, minimum: int | None = None, maximum: int = 2**63 - 1, why: str = "") -> int:
+    """value as an int, where it has a minimum (sizes and counts) one up to `maximum`; bool is none."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {short(value)}")
     number = int(value)
-    if minimum is not None and not minimum <= number < 2**63:
-        raise ValueError(f"{name} must be {f'at least {minimum}' if number < minimum else 'below 2**63'}, got {short(number)}")
+    if minimum is not None and not minimum <= number <= maximum:
+        above = f"at most {maximum}{why}" if maximum < 2**63 - 1 else "below 2**63"
+        raise ValueError(f"{name} must be {f'at least {minimum}' if number < minimum else above}, got {short(number)}")
     return number
 
 
 def size(name: str, value: Any) -> int:
     """value as a width of a module: an int from 1 to what BLAS can take beside two more of its kind."""
-    return _up_to(LARGEST // 3, name, integer(name, value, 1))
+    return integer(name, value, 1, LARGEST // 3)
 
 
 def length(name: str, value: Any) -> int:
     """value as a length: an int from 0 to what BLAS can take."""
-    return _up_to(LARGEST, name, integer(name, value, 0))
-
-
-def _up_to(most: int, name: str, value: int) -> int:
-    if value > most:
-        raise ValueError(f"{name} must be at most {most}, got {value}")
-    return value
+    return integer(name, value, 0, LARGEST)
 
 
 def flag(name: str, value: Any) -> bool:

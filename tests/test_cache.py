@@ -453,9 +453,10 @@ APPEND = [
     ({"lengths": [1, 4, 0]}, ValueError, "lengths must lie in [0, n] = [0, 3], got 4 at index 1"),
     ({"lengths": [1, 2, -1]}, ValueError, "lengths must lie in [0, n] = [0, 3], got -1 at index 2"),
     ({"lengths": [1, 2**63, 1]}, ValueError, "lengths must lie in [0, n] = [0, 3], got 9223372036854775808 at index 1"),
-    ({"lengths": np.ma.array([1, 2, 3])}, TypeError, "lengths must be a plain array, got a masked one, whose mask would be lost"),
-    ({"k": np.ma.array(K)}, TypeError, "k must be a plain array, got a masked one, whose mask would be lost"),
-    ({"v": np.ma.array(V)}, TypeError, "v must be a plain array, got a masked one, whose mask would be lost"),
+    ({"lengths": np.ma.array([1, 2, 3])}, TypeError, 
+     "lengths is a masked array, whose mask would be lost: pass lengths.filled(...)"),
+    ({"k": np.ma.array(K)}, TypeError, "k is a masked array, whose mask would be lost: pass k.filled(...)"),
+    ({"v": np.ma.array(V)}, TypeError, "v is a masked array, whose mask would be lost: pass v.filled(...)"),
 ]
 
 
@@ -477,7 +478,7 @@ def test_a_ring_refuses_more_than_its_chunk():
 
 
 CHANGES = [
-    ("truncate", 4, ValueError, "length must be at most the cache's length 3, got 4"),
+    ("truncate", 4, ValueError, "length must be at most 3, the cache's length, got 4"),
     ("truncate", -1, ValueError, "length must be at least 0, got -1"),
     ("truncate", 1.0, TypeError, "length must be an integer, got 1.0"),
     ("truncate", None, TypeError, "length must be an integer, got None"),
@@ -488,7 +489,7 @@ CHANGES = [
     ("reorder", [0.0, 1.0, 2.0], TypeError, "indices must be integers, got dtype float64"),
     ("reorder", [0, 3, 1], ValueError, "indices must lie in [0, B - 1] = [0, 2], got 3 at index 1"),
     ("reorder", [0, 1, -1], ValueError, "indices must lie in [0, B - 1] = [0, 2], got -1 at index 2"),
-    ("truncate", 2**70, ValueError, f"length must be at most the cache's length 3, got {2**70}"),
+    ("truncate", 2**70, ValueError, f"length must be at most 3, the cache's length, got {2**70}"),
     ("truncate", True, TypeError, "length must be an integer, got True"),
     ("truncate", "2", TypeError, "length must be an integer, got '2'"),
     *((method, argument, error, f"{name} {message}") for method, name, limit in (
@@ -503,11 +504,11 @@ CHANGES = [
         (["0", "1", "2"], TypeError, "must be integers, got dtype <U1"),
         ([0, 1, 1.5], TypeError, "must be integers, got dtype float64"),
         ([[0], [1, 2]], ValueError, "cannot be made an array: ..."),
-        (np.ma.array([0, 1, 2], mask=[0, 1, 0]), TypeError, "must be a plain array, got a masked one, whose mask would be lost"),
+        (np.ma.array([0, 1, 2], mask=[0, 1, 0]), TypeError, "is a masked array, whose mask would be lost: pass ..."),
     )),
     ("reorder", None, TypeError, "indices must be integers, got dtype object"),
     ("reorder", "012", TypeError, "indices must be integers, got dtype <U3"),
-    ("reorder", 2**70, TypeError, "indices must be integers, got dtype object"),
+    ("reorder", 2**70, ValueError, "indices must have shape (B,) = (3,), got ()"),
     ("reorder", True, TypeError, "indices must be integers, got dtype bool"),
 ]  # fmt: skip
 

@@ -60,7 +60,7 @@ CONSTRUCTION = [
     ((8, 4), {"algorithm": ["tiled"]}, ValueError, "algorithm must be ... got ['tiled']"),
     ((8, 4), {"use_bias": 1}, TypeError, "use_bias must be True or False, got 1"),
     ((8, 4), {"dtype": "f4,,"}, TypeError, "dtype must be float32 or float64, got 'f4,,'"),
-    ((10**5000, 4), {}, ValueError, "d_model must be below 2**63, got an integer of 16610 bits"),
+    ((10**5000, 4), {}, ValueError, "d_model must be at most 715827861, got an integer of 16610 bits"),
     ((8, 4), {"rng": -1}, ValueError, "rng must be a seed (ints >= 0), a numpy.random.Generator or None, got -1"),
     ((8, 4), {"rng": "seed"}, TypeError, "rng must be a seed (ints >= 0), ... got 'seed'"),
     ((8, 4), {"rng": True}, TypeError, "rng must be a seed (ints >= 0), ... got True"),
