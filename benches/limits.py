@@ -4,8 +4,10 @@
 
     memory      peak memory of a long forward and backward pass above its inputs and outputs, in a process of its own
     cliffs      masks, layouts, odd widths and lengths, grouped heads, against the plain call of the same work
+    inputs      what the values cost: peaked scores, padding constants, subnormal, huge, NaN and Inf, against ordinary ones
     growth      the time when the length doubles, and of causal against full
-    crossover   the times of the algorithms over a grid, and what the choice of "auto" costs over the best of them
+    crossover   the times of the algorithms over a grid and for many short sequences, and what the choice of "auto" costs
+                over the best of them
     balance     the share of the threads that the plan predicts to be busy; nothing is timed
     calls       what a tiny call costs beyond its arithmetic
 
@@ -399,6 +401,66 @@ def memory(options: argparse.Namespace) -> Iterator[Table]:
         "of the process: stacks of threads and the like are in it.")
 
 
+# ---------------------------------------------------------------------------------------------- inputs
+
+INPUT_LENGTH = 512
+PEAKED, SUBNORMAL, SPECIAL, SPECIAL_MASKED = (Floor(high=high) for high in (1.1, 3.0, 3.0, 6.0))
+
+
+def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
+    """The same call on other values, and what it may take of the ordinary one's time."""
+    L, dtype = ordinary.q.shape[2], ordinary.q.dtype
+    limits = np.finfo(dtype)
+    special = SPECIAL_MASKED if ordinary.rules else SPECIAL
+    subnormal = {name: getattr(ordinary, name) * limits.smallest_normal / 64 for name in ("q", "k", "v", "grad_out")}
+    one_nan = ordinary.v.copy()
+    one_nan[:, :, L // 2] = np.nan
+
+    def on(label: str, **values: Any) -> Call:
+        return replace(ordinary, label=label, **values)
+
+    arms = [
+        *((on(f"scores of deviation {size}", q=ordinary.q * dtype.type(size)), PEAKED) for size in (20, 30)),
+        (on("scores of deviation 1000", q=ordinary.q * dtype.type(1000)), Floor(high=2.0)),
+        *((on(f"{name} subnormal", **{name: subnormal[name]}), SUBNORMAL) for name in "qkv"),
+        (on("all subnormal", **subnormal), SUBNORMAL),
+        (on("q and k huge", q=ordinary.q * dtype.type(1e15), k=ordinary.k * dtype.type(1e15)), SUBNORMAL),
+        (on("v NaN at one key", v=one_nan), special),
+        *((on(f"all {value}", **{name: np.full_like(x, value) for name, x in subnormal.items()}), special)
+          for value in (np.nan, np.inf)),
+        *((on(f"v {value}", v=np.full_like(ordinary.v, value)), special) for value in (np.nan, np.inf)),
+    ]
+    if "mask" not in ordinary.rules:
+        constant = np.zeros((L, L), dtype)
+        constant[: L // 3] = limits.min
+        arms.append((on("a third of the rows masked by finfo.min", rules={**ordinary.rules, "mask": constant}), Floor(high=2.0)))
+    return arms
+
+
+def inputs(options: argparse.Namespace) -> Iterator[Table]:
+    for dtype in DTYPES:
+        for algorithm in ("tiled", "blas"):
+            for kind, rules in (("plain", {}), ("causal", {"is_causal": True}),
+                                ("mask", {"mask": np.random.default_rng(1).random((INPUT_LENGTH, INPUT_LENGTH)) < 0.1})):
+                ordinary = replace(draw("ordinary", 1, 4, INPUT_LENGTH, 64, dtype, **rules), algorithm=algorithm)
+                check(ordinary, options.threads)
+                arms = input_arms(ordinary)
+                timed = (ordinary, *(c for c, _ in arms))
+                best = {d: best_times({c.label: c.function(d, options.threads) for c in timed}, options.seconds)
+                        for d in DIRECTIONS}
+                yield Table(f"Inputs, {dtype}, {algorithm}, {kind}, L {INPUT_LENGTH} D 64: time over the ordinary values'", [
+                    Finding(call.label, {d: best[d][call.label] / best[d]["ordinary"] for d in DIRECTIONS}, floor)
+                    for call, floor in arms])
+        ordinary = replace(draw("ordinary", 1, 8, 4, 64, dtype, Lk=8 * INPUT_LENGTH), algorithm="decode")
+        check(ordinary, options.threads, ("forward",))
+        arms = [(c, f) for c, f in input_arms(ordinary) if "rows" not in c.label]
+        timed = (ordinary, *(c for c, _ in arms))
+        best_of = best_times({c.label: c.function("forward", options.threads) for c in timed}, options.seconds)
+        yield Table(f"Inputs, {dtype}, decode, 4 queries, Lk {8 * INPUT_LENGTH}: time over the ordinary values'", [
+            Finding(call.label, {"forward": best_of[call.label] / best_of["ordinary"]}, floor, ("forward",))
+            for call, floor in arms])
+
+
 # ---------------------------------------------------------------------------------------------- growth
 
 GROWTH_LENGTHS = (2048, 4096, 8192)
@@ -445,7 +507,27 @@ def crossover_line(Lq: int, group: int, Lk: int, D: int, direction: str, options
         "auto over best": best[auto] / min(best.values())}, AUTO_COSTS, ("auto over best",))
 
 
+# B, H, Hkv, Lq, Lk, D
+MANY_SHORT = ((1, 4096, 4096, 8, 8, 64), (200_000, 1, 1, 1, 1, 8), (20_000, 1, 1, 1, 1, 64), (512, 8, 8, 3, 3, 160),
+              (64, 14, 2, 1, 5, 64), (64, 8, 2, 2, 67, 64), (1000, 8, 8, 1, 20, 64), (256, 16, 16, 4, 40, 32))
+MANY_COSTS = Floor(high=1.20)
+
+
+def many_line(shape: tuple[int, ...], dtype: str, options: argparse.Namespace) -> Finding:
+    B, H, Hkv, Lq, Lk, D = shape
+    drawn = draw("", B, H, Lq, D, dtype, Hkv=Hkv, Lk=Lk)
+    calls = [replace(drawn, label=name, algorithm=name) for name in ("blas", "tiled", "decode")]
+    best = {name: seconds for (name, _), seconds in measure(calls, options, ("forward",)).items()}
+    auto, _ = choose(problem_of(drawn.q, drawn.k, drawn.v), "auto")
+    return Finding(f"B {B}, H {H}{'' if Hkv == H else f'/{Hkv}'}, L {Lq} x {Lk}, D {D}", {
+        **{name: f"{best[name] * 1e3:.3f}" for name in best}, "best": min(best, key=best.__getitem__), "auto": auto,
+        "auto over best": best[auto] / min(best.values())}, MANY_COSTS, ("auto over best",))
+
+
 def crossover(options: argparse.Namespace) -> Iterator[Table]:
+    for dtype in DTYPES:
+        yield Table(f"Many short attentions, forward, {dtype}: ms a call", [
+            many_line(shape, dtype, options) for shape in MANY_SHORT])
     for direction in DIRECTIONS:
         for D in CROSSOVER_WIDTHS:
             lines = [crossover_line(Lq, group, Lk, D, direction, options) for Lk in KEYS for Lq, group in QUERIES]
@@ -581,7 +663,7 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Table]]] = {
     "memory": memory,       # first: a child may inherit the peak of a parent that has grown
-    "cliffs": cliffs, "growth": growth, "crossover": crossover, "balance": balance, "calls": calls,
+    "cliffs": cliffs, "inputs": inputs, "growth": growth, "crossover": crossover, "balance": balance, "calls": calls,
 }
 
 

@@ -47,7 +47,9 @@ def _choose_isa() -> None:
     runnable = _core.runnable_isas()
     forced = _os.environ.get("FASTMHA_ISA")
     if forced and forced not in runnable:
-        raise ImportError(f"FASTMHA_ISA must be one of {', '.join(runnable)} on this machine, got {forced!r}")
+        from fastmha.validate import short
+
+        raise ImportError(f"FASTMHA_ISA must be one of {', '.join(runnable)} on this machine, got {short(forced)}")
     _core.select_isa(forced or runnable[-1])
 
 
@@ -80,11 +82,13 @@ from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E4
 from fastmha.plan import Plan  # noqa: E402
 from fastmha.selfattention import SelfAttention  # noqa: E402
 from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
+from fastmha.validate import ConventionWarning  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
-    "Capture", "KVCache", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention", "attention_backward",
-    "combine_heads", "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask",
+    "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention",
+    "attention_backward", "combine_heads", "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache",
+    "create_padding_mask",
     "get_num_threads", "mean_pool_kv_heads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
     "scaled_dot_product_attention", "set_num_threads", "show_config", "softmax", "softmax_backward", "split_heads",
 ]

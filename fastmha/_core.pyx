@@ -3,10 +3,11 @@
 and the "blas" algorithm loops over heads. No checks of user input here: `fastmha.validate` has made them.
 """
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.exc cimport PyErr_Occurred
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int64_t, uintptr_t
-from libc.string cimport memset
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.string cimport memcpy, memset
 
 from fastmha._blas cimport gemm, load_blas
 
@@ -37,6 +38,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         fmha_array grad_out, grad_q, grad_k, grad_v
         int mode
         ptrdiff_t first_head
+        char *row_states
         char *scratch
         ptrdiff_t scratch_size
         char *chunks
@@ -60,6 +62,11 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        int (*exceeds)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, double, double) noexcept nogil
+        int (*tiny_row)(ptrdiff_t, const void *) noexcept nogil
+        int (*nonzero)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
+        void (*lift_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*lower_row)(ptrdiff_t, const void *, const void *, void *) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
@@ -77,21 +84,33 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
-    int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES
+    int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
-    ptrdiff_t FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS, FMHA_KEPT_BYTES
+    ptrdiff_t FMHA_ROW_STATE, FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS, FMHA_DECODE_ROWS, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
     const char *fmha_isa_name(int isa)
+    double FMHA_LARGE(bint is_double)
+    double fmha_folded_scale(const fmha_problem *, int, double *)
     void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
+
+cdef extern from "Python.h":
+    int check_signals "PyErr_CheckSignals" ()       # without `except`: what is raised waits for `finish`
 
 cdef extern from "csrc/pool.h" nogil:
     ctypedef void (*fmha_task)(void *, ptrdiff_t, int) noexcept nogil
     int fmha_pool_run(fmha_task, void *, ptrdiff_t, int)
+    void fmha_pool_ask(int (*question)() noexcept nogil)
+    int fmha_pool_stopped()
     int fmha_pool_workers()
     void fmha_pool_shutdown()
+
+cdef extern from "csrc/subnormals.h" nogil:
+    uint64_t fmha_flush_subnormals()
+    void fmha_keep_subnormal_operands()
+    void fmha_set_control(uint64_t)
 
 cdef extern from "csrc/blas_threads.h" nogil:
     void fmha_blas_threads_bind(int (*)() noexcept nogil, void (*)(int) noexcept nogil)
@@ -187,6 +206,26 @@ cdef char *pointer(object array, bint writable) except? NULL:
     return to.data
 
 
+cdef ptrdiff_t allocations_left = -1     # before one fails, for tests of a checked build; -1: none does
+
+
+def fail_allocation(ptrdiff_t after):
+    """Let the core's own allocation behind so many more fail, once. Only a checked build does; returns whether this is one."""
+    global allocations_left
+    allocations_left = after if FMHA_IS_CHECKED else -1
+    return bool(FMHA_IS_CHECKED)
+
+
+cdef char *allocate(ptrdiff_t bytes) noexcept nogil:
+    """Memory for PyMem_RawFree, or NULL: the only place where the core allocates."""
+    global allocations_left
+    if FMHA_IS_CHECKED and allocations_left >= 0:
+        allocations_left -= 1
+        if allocations_left < 0:
+            return NULL
+    return <char *>PyMem_RawMalloc(bytes)
+
+
 cdef char *kept_memory = NULL       # the last run's scratch: a small call would spend much of its time on fresh pages
 cdef ptrdiff_t kept_bytes = 0
 
@@ -201,15 +240,16 @@ cdef class Scratch:
         global kept_memory, kept_bytes
         self.size = (size + 63) // 64 * 64 + 64
         if size > (<ptrdiff_t>1 << 62) // (threads + 1):
-            raise MemoryError
-        self.bytes = self.size * threads + 64
-        if self.bytes <= kept_bytes:
+            raise MemoryError(f"no memory for {threads} times {size} bytes of scratch")
+        cdef ptrdiff_t wanted = self.size * threads + 64
+        if wanted <= kept_bytes:
             self.memory, self.bytes = kept_memory, kept_bytes
             kept_memory, kept_bytes = NULL, 0
         else:
-            self.memory = <char *>PyMem_RawMalloc(self.bytes)
-        if self.memory == NULL:
-            raise MemoryError(f"no memory for {self.size * threads} bytes of scratch")
+            self.memory = allocate(wanted)
+            if self.memory == NULL:
+                raise MemoryError(f"no memory for {self.size * threads} bytes of scratch")
+            self.bytes = wanted     # not before: what is freed must be there
         self.start = <char *>((<uintptr_t>self.memory + 63) & ~<uintptr_t>63)
 
     def __dealloc__(self):
@@ -235,17 +275,37 @@ cdef void guarded_item(void *context, ptrdiff_t item, int worker) noexcept nogil
 
 cdef int run(fmha_task task, void *context, ptrdiff_t items, int threads) noexcept nogil:
     """The items side by side with BLAS held at one thread; where it cannot be, one after the other under a lock."""
-    cdef int held = fmha_blas_enter(), used = 1
-    cdef ptrdiff_t item
+    cdef int held = fmha_blas_enter(), used
     cdef Guarded guarded
     guarded.task, guarded.context = task, context
-    if held:
-        used = fmha_pool_run(guarded_item, &guarded, items, threads)
-    else:
-        for item in range(items):
-            guarded_item(&guarded, item, 0)
+    used = fmha_pool_run(guarded_item, &guarded, items, threads if held else 1)
     fmha_blas_leave(held)
     return used
+
+
+cdef bint stopped_between_blocks() noexcept nogil:
+    """Inside a guarded item: a fork need not wait for more than a block, and the run may be stopped."""
+    fmha_blas_item_end()
+    cdef bint stopped = fmha_pool_stopped()
+    fmha_blas_item_begin()
+    return stopped
+
+
+cdef int signals_raise() noexcept nogil:
+    """Whether a signal handler of Python's has raised, such as Ctrl-C's: then the run is to stop, and `finish` raises."""
+    with gil:
+        return PyErr_Occurred() != NULL or check_signals() != 0
+
+
+cdef int finish() except -1:
+    """After a run: what a signal handler has raised meanwhile. The results are undefined then."""
+    return -1 if PyErr_Occurred() != NULL else 0
+
+
+fmha_pool_ask(signals_raise)
+
+
+cdef double SMALLEST_NORMAL = 2.2250738585072014e-308
 
 
 cdef class Problem:
@@ -283,7 +343,8 @@ cdef class Problem:
         self.c.key_length = <const int64_t *>pointer(key_lengths, False) if key_lengths is not None else NULL
         self.c.left = FMHA_UNBOUNDED if left is None else left
         self.c.right = FMHA_UNBOUNDED if right is None else right
-        self.c.scale, self.c.softcap = scale, softcap
+        self.c.scale = scale
+        self.c.softcap = max(softcap, SMALLEST_NORMAL) if softcap else 0.0      # a smaller one would count as none
         self.keep = (offset, key_lengths)
 
     cdef int read_keys(self) except -1:
@@ -371,6 +432,7 @@ def pack_heads(x, out, int threads):
     c.row_blocks = (c.length + PACK_ROWS - 1) // PACK_ROWS
     with nogil:
         fmha_pool_run(pack_item, &c, shape[0] * c.row_blocks, threads)
+    finish()
 
 
 ctypedef struct Heads:
@@ -397,6 +459,34 @@ cdef inline ptrdiff_t leading(const fmha_array *x, ptrdiff_t width) noexcept nog
     return x.stride[2] if x.stride[2] > width else (width if width > 0 else 1)
 
 
+cdef bint untouched(const fmha_problem *p, const fmha_block *block) noexcept nogil:
+    """Whether every row of the block may attend all of its keys: then there is no firewall to keep."""
+    cdef ptrdiff_t low, high, last_low, last_high
+    if p.bool_mask.data != NULL or p.additive_mask.data != NULL:
+        return False
+    fmha_block_keys(p, block.b, block.i0, 1, &low, &high)
+    fmha_block_keys(p, block.b, block.i0 + block.rows - 1, 1, &last_low, &last_high)
+    return low == last_low and high == last_high
+
+
+cdef void scores_of(Heads *c, const fmha_block *block, ptrdiff_t hkv, char *scores) noexcept nogil:
+    """scores (rows, cols) <- scale * q (rows, D) @ k (cols, D).T, of a block of queries and all its keys."""
+    cdef fmha_problem *p = &c.p
+    cdef double rest, scale = fmha_folded_scale(p, c.is_double, &rest)
+    cdef char *q = head(&p.q, block.b, block.h, block.i0, c.itemsize)
+    cdef bint large = c.kernels.exceeds(block.rows, p.D, q, leading(&p.q, p.D), p.scale, FMHA_LARGE(c.is_double))
+    cdef ptrdiff_t i
+    if large:       # then keys below the smallest normal number count
+        fmha_keep_subnormal_operands()
+    gemm(c.is_double, False, True, block.rows, block.cols, p.D, scale, q, leading(&p.q, p.D),
+         head(&p.k, block.b, hkv, block.j0, c.itemsize), leading(&p.k, p.D), 0, scores, block.ld)
+    if large:
+        fmha_flush_subnormals()
+    if rest != 1:
+        for i in range(block.rows):
+            c.kernels.multiply(block.cols, scores + i * block.ld * c.itemsize, rest)
+
+
 cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, const char *a, const char *x,
                   ptrdiff_t ldx, ptrdiff_t width, double beta, char *y, ptrdiff_t ldy, bint finite) noexcept nogil:
     """y := alpha * a . x + beta * y, or a^T . x if by_key, where a (rows, cols) is 0 at the removed pairs of the block.
@@ -408,10 +498,10 @@ cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, 
     # gemv, behind single rows and columns, rounds differently for another row stride: the copy keeps it there
     cdef ptrdiff_t ld = ldx if outer == 1 or width == 1 else width
     cdef char *clean
-    if finite:
+    if finite or untouched(&c.p, block):
         gemm(c.is_double, by_key, False, outer, width, inner, alpha, a, block.ld, x, ldx, beta, y, ldy)
         return
-    clean = <char *>PyMem_RawMalloc(inner * ld * c.itemsize + 1)
+    clean = allocate(inner * ld * c.itemsize + 1)
     if clean == NULL:
         c.failed = 1
         return
@@ -450,10 +540,7 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
             memset(scores + i * p.Lk * size, 0, j0 * size)
             memset(scores + (i * p.Lk + j1) * size, 0, (p.Lk - j1) * size)
         scores += j0 * size
-    # scores (rows, cols) <- scale * q (rows, D) @ k (cols, D).T
-    gemm(c.is_double, False, True, block.rows, block.cols, p.D, p.scale,
-         head(&p.q, block.b, block.h, block.i0, size), leading(&p.q, p.D),
-         head(&p.k, block.b, hkv, j0, size), leading(&p.k, p.D), 0, scores, block.ld)
+    scores_of(c, &block, hkv, scores)
     c.kernels.attend_rows(p, &block, scores, row_sum, lse)
     if c.weights.data != NULL:
         c.kernels.divide_rows(block.rows, block.cols, scores, block.ld, row_sum)
@@ -461,15 +548,18 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
             leading(&c.out, p.Dv), True)
     if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
-        product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
-                leading(&c.out, p.Dv), False)
+        if not untouched(p, &block):
+            product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
+                    leading(&c.out, p.Dv), False)
         # Sums of large finite values may overflow before the division: such rows again, with probabilities so small
         # that no sum can; a power of 2 leaves the bits of what was finite.
         factor = 0.5
         while factor * p.Lk > 0.5:
             factor /= 2
-        if c.weights.data == NULL and not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
-            again = <char *>PyMem_RawMalloc(block.rows * p.Dv * size)
+        if (c.weights.data == NULL and not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv))
+                and c.kernels.exceeds(block.cols, p.Dv, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), 1,
+                                      FMHA_LARGE(c.is_double))):
+            again = allocate(block.rows * p.Dv * size)
             if again == NULL:
                 c.failed = 1
                 return
@@ -485,6 +575,36 @@ cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil
             PyMem_RawFree(again)
     if c.weights.data == NULL:
         c.kernels.divide_rows(block.rows, p.Dv, out, leading(&c.out, p.Dv), row_sum)
+    tiny_rows(c, &block, hkv, scores, row_sum, out)
+
+
+cdef void tiny_rows(Heads *c, const fmha_block *block, ptrdiff_t hkv, const char *scores, const char *row_sum,
+                    char *out) noexcept nogil:
+    """Rows of out so small that subnormal values and terms count, again from values that are multiplied by a power of 2."""
+    cdef ptrdiff_t size = c.itemsize, width = c.p.Dv, ldo = leading(&c.out, width), ldv = leading(&c.p.v, width), i
+    cdef const char *v = head(&c.p.v, block.b, hkv, block.j0, size)
+    cdef float one = 1
+    cdef double one_double = 1
+    cdef const void *divisor = <const void *>&one_double if c.is_double else <const void *>&one     # weights are divided already
+    cdef char *lifted = NULL
+    cdef char *again = NULL
+    for i in range(block.rows):
+        if not c.kernels.tiny_row(width, out + i * ldo * size) or not c.kernels.nonzero(1, 1, row_sum + i * size, 1):
+            continue
+        if lifted == NULL:
+            if not c.kernels.nonzero(block.cols, width, v, ldv):
+                return
+            lifted = allocate((block.cols + block.rows) * width * size)
+            if lifted == NULL:
+                c.failed = 1
+                return
+            again = lifted + block.cols * width * size
+            c.kernels.lift_rows(block.cols, width, v, ldv, lifted, width)
+            gemm(c.is_double, False, False, block.rows, width, block.cols, 1, scores, block.ld, lifted, width, 0, again, width)
+        if c.weights.data == NULL:
+            divisor = row_sum + i * size
+        c.kernels.lower_row(width, again + i * width * size, divisor, out + i * ldo * size)
+    PyMem_RawFree(lifted)
 
 
 cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
@@ -501,6 +621,7 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
     cdef char *q
     cdef char *grad_out
     cdef bint keys_finite, q_finite, grad_finite
+    cdef double rest, scale = fmha_folded_scale(p, c.is_double, &rest)
     block.b = item // p.Hkv
     for i in range(p.Lk):
         memset(head(&c.grad_k, block.b, hkv, i, size), 0, p.D * size)
@@ -511,6 +632,8 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
         block.h = hkv * group + member
         block.i0 = 0
         while block.i0 < p.Lq:
+            if stopped_between_blocks():
+                return
             block.rows, block.ld = min(c.rows, p.Lq - block.i0), c.ld
             fmha_block_keys(p, block.b, block.i0, block.rows, &j0, &j1)
             block.j0, block.cols = j0, j1 - j0
@@ -519,9 +642,7 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
             grad_out = head(&c.grad_out, block.b, block.h, block.i0, size)
             q_finite = c.kernels.all_finite(block.rows, p.D, q, ldq)
             grad_finite = c.kernels.all_finite(block.rows, p.Dv, grad_out, ldo)
-            # scores (rows, cols) <- scale * q (rows, D) @ k (cols, D).T
-            gemm(c.is_double, False, True, block.rows, block.cols, p.D, p.scale, q, ldq,
-                 head(&p.k, block.b, hkv, j0, size), ldk, 0, scores, c.ld)
+            scores_of(c, &block, hkv, scores)
             # grad_weights (rows, cols) <- grad_out (rows, Dv) @ v (cols, Dv).T
             gemm(c.is_double, False, True, block.rows, block.cols, p.Dv, 1, grad_out, ldo,
                  head(&p.v, block.b, hkv, j0, size), ldv, 0, grad_scores, c.ld)
@@ -530,15 +651,21 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
                                            c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size,
                                            &c.out, &c.grad_out)
             # grad_q (rows, D) <- scale * grad_scores (rows, cols) @ k (cols, D)
-            product(c, &block, False, p.scale, grad_scores, head(&p.k, block.b, hkv, j0, size), ldk, p.D, 0,
+            product(c, &block, False, scale, grad_scores, head(&p.k, block.b, hkv, j0, size), ldk, p.D, 0,
                     head(&c.grad_q, block.b, block.h, block.i0, size), lddq, keys_finite)
             # grad_k (cols, D) <- grad_k + scale * grad_scores (rows, cols).T @ q (rows, D)
-            product(c, &block, True, p.scale, grad_scores, q, ldq, p.D, 1,
+            product(c, &block, True, scale, grad_scores, q, ldq, p.D, 1,
                     head(&c.grad_k, block.b, hkv, j0, size), lddk, q_finite)
             # grad_v (cols, Dv) <- grad_v + weights (rows, cols).T @ grad_out (rows, Dv)
             product(c, &block, True, 1, scores, grad_out, ldo, p.Dv, 1,
                     head(&c.grad_v, block.b, hkv, j0, size), lddv, grad_finite)
+            if rest != 1:
+                for i in range(block.rows):
+                    c.kernels.multiply(p.D, head(&c.grad_q, block.b, block.h, block.i0 + i, size), rest)
             block.i0 += block.rows
+    if rest != 1:
+        for i in range(p.Lk):
+            c.kernels.multiply(p.D, head(&c.grad_k, block.b, hkv, i, size), rest)
 
 
 cdef ptrdiff_t score_stride(ptrdiff_t Lk, ptrdiff_t itemsize) noexcept:
@@ -576,6 +703,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         run(forward_item, &c, items, threads)
+    finish()
     if c.failed:
         raise MemoryError("no memory to treat values that are not finite")
 
@@ -598,6 +726,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         run(backward_item, &c, items, threads)
+    finish()
     if c.failed:
         raise MemoryError("no memory to treat values that are not finite")
 
@@ -626,16 +755,17 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         fmha_pool_run(task, &c, items, threads)
+    finish()
 
 
 def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t whole, int threads):
     """Gradients of the "tiled" algorithm; all arrays with unit last stride.
 
-    The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over tiles
-    of keys and blocks of rows: more work, more items, the same bits.
+    The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over blocks
+    of rows and tiles of keys: more work, more items, the same bits.
     """
     cdef fmha_tiled c
-    cdef Scratch scratch
+    cdef Scratch scratch, states
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, items, heads
     c.p = problem.c
@@ -649,7 +779,10 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     if heads == 0:
         return
     whole = min(whole, heads)
-    for mode in (FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES):
+    if whole < heads:
+        states = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
+        c.row_states = states.start
+    for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
         c.mode, c.first_head = mode, 0 if mode == FMHA_WHOLE else whole
         if mode == FMHA_WHOLE:
             items = whole
@@ -664,6 +797,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
             fmha_pool_run(kernels.tiled_backward, &c, items, threads)
+        finish()
 
 
 def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
@@ -674,8 +808,9 @@ def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
 
 
 def tile_sizes():
-    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk of the decode algorithm."""
-    return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS
+    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk and most query rows a key/value
+    head of the decode algorithm."""
+    return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS
 
 
 def tiled_scratch(Problem problem, bint backward, bint split):
@@ -719,8 +854,9 @@ def decode_forward(Problem problem, out, lse, int threads):
     chunks = Scratch(heads * parts * c.chunk_result * size, 1)
     c.chunks = chunks.start
     with nogil:
-        fmha_pool_run(kernels.decode, &c, heads * parts, threads)
-        fmha_pool_run(kernels.decode_merge, &c, heads, threads)
+        if fmha_pool_run(kernels.decode, &c, heads * parts, threads):
+            fmha_pool_run(kernels.decode_merge, &c, heads, threads)
+    finish()
 
 
 # ---------------------------------------------------------------------------------------- projections and row functions
@@ -798,6 +934,7 @@ def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias,
     s.alpha, s.beta, s.scratch = alpha, beta, NULL
     with nogil:
         run(product_item, &s, items, threads)
+    finish()
 
 
 def pack_weights(b, packed):
@@ -821,6 +958,7 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads,
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:
         fmha_pool_run(product_item, &s, items, threads)
+    finish()
 
 
 ctypedef struct Rows:
@@ -857,15 +995,109 @@ def softmax_rows(x, softmax_output, y, int threads):
     c.step = max(1, 16384 // max(1, c.cols))
     with nogil:
         fmha_pool_run(softmax_item, &c, (c.rows + c.step - 1) // c.step, threads)
+    finish()
 
 
 def exponential(x, y):
     """y <- exp(x) by the kernels' own function, for its test. (n,) contiguous."""
     cdef const char *source = pointer(x, False)
+    cdef uint64_t before = fmha_flush_subnormals()
     kernel_tables[x.dtype.itemsize == 8].exponential(x.size, source, pointer(y, True))
+    fmha_set_control(before)
 
 
 def hyperbolic_tangent(x, y):
     """y <- tanh(x) by the kernels' own function, for its test. (n,) contiguous."""
     cdef const char *source = pointer(x, False)
+    cdef uint64_t before = fmha_flush_subnormals()
     kernel_tables[x.dtype.itemsize == 8].hyperbolic_tangent(x.size, source, pointer(y, True))
+    fmha_set_control(before)
+
+
+ctypedef struct Move:
+    ptrdiff_t target, to, source, at, rows, count
+
+
+ctypedef struct Tokens:
+    fmha_array x                # strides in bytes
+    ptrdiff_t shape[4]          # rows, heads, slots, bytes of a token
+
+
+cdef Tokens *tokens_at(Tokens *pair, ptrdiff_t *row, ptrdiff_t rows, ptrdiff_t slot, ptrdiff_t count) noexcept nogil:
+    """Which of two arrays, whose rows are counted through, holds these; `row` becomes its own. NULL where neither does."""
+    cdef Tokens *found = pair
+    if row[0] >= pair.shape[0]:
+        row[0] -= pair.shape[0]
+        found = pair + 1
+    if (row[0] < 0 or rows < 0 or row[0] > found.shape[0] - rows or slot < 0 or count < 0
+            or slot > found.shape[2] - count):
+        return NULL
+    return found
+
+
+cdef bint move_tokens(Tokens *pair, Move m, bint write, bint *other_written) noexcept nogil:
+    """One move within rows of two arrays, or only whether it stays within them; one to the second array is noted."""
+    cdef Tokens *target = tokens_at(pair, &m.target, m.rows, m.to, m.count)
+    cdef Tokens *source = tokens_at(pair, &m.source, m.rows, m.at, m.count)
+    cdef ptrdiff_t b, h, i, size = pair.shape[3]
+    cdef char *y
+    cdef const char *x
+    if target == NULL or source == NULL:
+        return False
+    if not write:
+        other_written[0] = other_written[0] or target != pair
+        return True
+    for b in range(m.rows):
+        for h in range(pair.shape[1]):
+            y = target.x.data + (m.target + b) * target.x.stride[0] + h * target.x.stride[1] + m.to * target.x.stride[2]
+            x = source.x.data + (m.source + b) * source.x.stride[0] + h * source.x.stride[1] + m.at * source.x.stride[2]
+            if target.x.stride[2] == size and source.x.stride[2] == size:
+                memcpy(y, x, m.count * size)
+            else:
+                for i in range(m.count):
+                    memcpy(y + i * target.x.stride[2], x + i * source.x.stride[2], size)
+    return True
+
+
+def move_rows(buffers, others, list moves, owner, str name, value):
+    """Copy tokens between rows, then set an attribute of `owner`: all of it or nothing. What can fail comes first, and in
+    between nothing goes back to the interpreter, where the handler of a signal could raise.
+
+    `buffers` and `others` are pairs (k, v) of arrays (rows, heads, slots, width) with unit last stride, alike in dtype, heads
+    and width; others' rows are counted on from those of buffers. A move (target, to, source, at, rows, count) copies `count`
+    tokens from slot `at` of row `source` to slot `to` of row `target`, another one, and so for `rows` rows from these on. One
+    move after the other.
+    """
+    cdef Tokens arrays[4]       # k of both, v of both
+    cdef Tokens *pair
+    cdef bint other_written = False
+    cdef ptrdiff_t i, n = len(moves)
+    cdef int x
+    cdef Move *found = <Move *>allocate((n + 1) * sizeof(Move))
+    if found == NULL:
+        raise MemoryError(f"no memory for {n} moves")
+    try:
+        for x in range(2):
+            pair = arrays + 2 * x
+            own, other = buffers[x], others[x]
+            read_array(own, &pair[0].x, pair[0].shape, 1, True)
+            read_array(other, &pair[1].x, pair[1].shape, 1, False)
+            alike = own.dtype is other.dtype or own.dtype == other.dtype
+            if not alike or pair[0].shape[1] != pair[1].shape[1] or pair[0].shape[3] != pair[1].shape[3]:
+                raise ValueError(f"others[{x}] must be like buffers[{x}], {own.dtype} {own.shape}, but for rows and slots, got "
+                                 f"{other.dtype} {other.shape}")
+            pair[0].shape[3] *= own.itemsize
+        for i in range(n):
+            found[i].target, found[i].to, found[i].source, found[i].at, found[i].rows, found[i].count = moves[i]
+            for x in range(2):
+                if not move_tokens(arrays + 2 * x, found[i], False, &other_written):
+                    raise ValueError(f"moves[{i}] must stay within the rows and slots, got {moves[i]}")
+        if other_written:
+            for x in range(2):
+                pointer(others[x], True)        # an error where that is read-only
+        for i in range(n):
+            for x in range(2):
+                move_tokens(arrays + 2 * x, found[i], True, NULL)
+        setattr(owner, name, value)
+    finally:
+        PyMem_RawFree(found)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from fastmha import validate
+
 __all__ = ["arithmetic_intensity", "count_flops", "count_memory_bytes", "crossover_length", "kv_cache_bytes"]
 
 
@@ -21,22 +23,20 @@ def _size(name: str, value: Any, least: int = 0) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+        raise TypeError(f"{name} must be an integer, got {validate.short(value)} of type {type(value).__name__}") from None
     if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
+        raise ValueError(f"{name} must be at least {least}, got {validate.short(number)}")
     return number
 
 
 def _item_bytes(dtype: DTypeLike, half: bool = False) -> int:
     """Of float32 or float64; with `half` also of float16 and bfloat16, which NumPy need not know."""
-    try:
-        kind = np.dtype(object if dtype is None else dtype)  # np.dtype(None) would be float64
-    except (TypeError, ValueError):
-        kind = np.dtype(object)
-    if half and (kind == np.float16 or "bfloat16" in (kind.name, dtype)):
+    kind = validate.dtype_of(dtype)
+    if half and (kind == np.float16 or kind.name == "bfloat16" or (isinstance(dtype, str) and dtype == "bfloat16")):
         return 2
     if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(f"dtype must be float32{', float64, float16 or bfloat16' if half else ' or float64'}, got {dtype!r}")
+        allowed = "float32, float64, float16 or bfloat16" if half else "float32 or float64"
+        raise TypeError(f"dtype must be {allowed}, got {validate.short(dtype)}")
     return int(kind.itemsize)
 
 
@@ -45,9 +45,11 @@ def _heads(d_model: Any, n_heads: Any, n_kv_heads: Any, d_k: Any, d_v: Any) -> t
     width, heads = _size("d_model", d_model, 1), _size("n_heads", n_heads, 1)
     kv_heads = heads if n_kv_heads is None else _size("n_kv_heads", n_kv_heads, 1)
     if heads % kv_heads:
-        raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {heads} and {kv_heads}")
+        came = f"{validate.short(heads)} and {validate.short(kv_heads)}"
+        raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {came}")
     if d_k is None and width % heads:
-        raise ValueError(f"d_model must be a multiple of n_heads unless d_k is given, got {width} and {heads}")
+        came = f"{validate.short(width)} and {validate.short(heads)}"
+        raise ValueError(f"d_model must be a multiple of n_heads unless d_k is given, got {came}")
     key_width = width // heads if d_k is None else _size("d_k", d_k, 1)
     value_width = key_width if d_v is None else _size("d_v", d_v, 1)
     return width, heads, kv_heads, key_width, value_width
@@ -142,8 +144,9 @@ def count_flops(
     if window is None:
         window = (None, None)
     elif not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be a pair (left, right), got {window!r}")
+        raise TypeError(f"window must be a pair (left, right), got {validate.short(window)}")
     left, right = (None if x is None else _size(f"window[{axis}]", x) for axis, x in enumerate(window))
+    is_causal, backward = validate.flag("is_causal", is_causal), validate.flag("backward", backward)
     pairs = _pairs(rows, columns, left, 0 if is_causal else right)
     both_widths = key_width + value_width
     projections = 2 * batch * width * (rows * heads + columns * kv_heads) * both_widths
@@ -211,8 +214,8 @@ def count_memory_bytes(
     batch, length = _size("batch_size", batch_size), _size("seq_len", seq_len)
     width, heads, kv_heads, key_width, value_width = _heads(d_model, n_heads, n_kv_heads, d_k, d_v)
     item = _item_bytes(dtype)
-    if algorithm not in ("blas", "tiled"):
-        raise ValueError(f'algorithm must be "blas" or "tiled", got {algorithm!r}')
+    validate.choice("algorithm", algorithm, ("blas", "tiled"))
+    backward = validate.flag("backward", backward)
     tokens = batch * length
     projected = heads * key_width + kv_heads * (key_width + value_width)
     concat = heads * value_width

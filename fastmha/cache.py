@@ -2,18 +2,43 @@
 
 A linear cache holds position p of a row in slot p. A ring (`window=`) holds it in slot p % slots, with as many slots as
 queries within the window can need. Lengths are kept as one int while all rows have the same, else as a (B,) array.
+
+What a cache holds is one value, its `State`. A change prepares the next one where nobody looks, in fresh buffers or in slots
+behind the lengths, and ends with one assignment; slots that are held are overwritten by `move_rows`, which makes the
+assignment as well. So an exception at whatever point, from a signal too, finds the old state or the new one.
 """
 from __future__ import annotations
 
-from typing import Any
+from itertools import repeat
+from numbers import Integral
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from fastmha import threads, validate
-from fastmha.cached import Lengths, attend, longest, prepare, ring_window, same_number, together
+from fastmha._core import move_rows
+from fastmha.cached import Lengths, attend, larger, longest, prepare, ring_window, same_number, together
 
 _FIRST_SLOTS = 64
 _MOST_BYTES = 2**62
+Pair: TypeAlias = tuple[np.ndarray, np.ndarray]             # keys and values
+Move: TypeAlias = tuple[int, int, int, int, int, int]       # as `move_rows` takes it
+
+
+class State(NamedTuple):
+    """What a cache holds. Never changed but replaced, so that whoever has read it once has what belongs together."""
+    k: np.ndarray               # (B, Hkv, slots, D)
+    v: np.ndarray               # (B, Hkv, slots, Dv)
+    filled: Lengths             # tokens of each row; in a ring counted from the first ever
+    tops: Lengths | None        # of a truncated ring: the most that each row had, None where that is filled
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def most(self) -> Lengths:
+        return self.filled if self.tops is None else self.tops
 
 
 class KVCache:
@@ -49,7 +74,8 @@ class KVCache:
     Notes
     -----
     Rows may have different lengths. What lies behind a row's length is undefined and never matters. Calls that change one
-    cache must not run at the same time.
+    cache must not run at the same time. A call that an exception ends, be it a MemoryError or a KeyboardInterrupt, leaves the
+    cache as it was, or as the call would have left it, and never in between.
 
     Examples
     --------
@@ -67,79 +93,87 @@ class KVCache:
     def __init__(self, batch_size: int, num_kv_heads: int, head_dim: int, *, v_head_dim: int | None = None,
                  capacity: int | None = None, dtype: Any = np.float32, window: int | None = None,
                  max_chunk: int | None = None) -> None:
-        self.batch_size = validate.integer("batch_size", batch_size, 0)
-        self.num_kv_heads = validate.integer("num_kv_heads", num_kv_heads, 1)
+        self.batch_size = _count("batch_size", batch_size, 0)
+        self.num_kv_heads = _count("num_kv_heads", num_kv_heads, 1)
         self.head_dim = validate.size("head_dim", head_dim)
         self.v_head_dim = self.head_dim if v_head_dim is None else validate.size("v_head_dim", v_head_dim)
         self.dtype = _storage_type(dtype)
-        slots = 0 if capacity is None else validate.integer("capacity", capacity, 0)
+        slots = 0 if capacity is None else _count("capacity", capacity, 0)
         if window is None:
             if max_chunk is not None:
-                raise ValueError(f"max_chunk is given ({max_chunk!r}) but not window, which makes the ring that it belongs to")
+                raise ValueError(f"max_chunk is given ({validate.short(max_chunk)}) but not window, which makes the ring that it belongs to")
             self.window = self.max_chunk = None
         else:
             if capacity is not None:
-                raise ValueError(f"capacity and window cannot be given together, got {capacity!r} and {window!r}: a ring "
+                raise ValueError(f"capacity and window cannot be given together, got {validate.short(capacity)} and "
+                                 f"{validate.short(window)}: a ring "
                                  "holds window + max_chunk tokens")
-            self.window = validate.integer("window", window, 0)
-            self.max_chunk = 1 if max_chunk is None else validate.integer("max_chunk", max_chunk, 1)
+            self.window = _count("window", window, 0, validate.LARGEST - 1)
+            self.max_chunk = 1 if max_chunk is None else _count("max_chunk", max_chunk, 1, validate.LARGEST - self.window,
+                                                                f" beside window = {self.window}")
             slots = self.window + self.max_chunk
         self._grows = capacity is None and window is None
-        self._k, self._v = self._allocate(slots)
-        self._filled: Lengths = 0               # tokens of each row; in a ring counted from the first ever
-        self._tops: Lengths | None = None       # of a truncated ring: the most that each row had, None where that is _filled
+        self._state = State(*self._allocate(slots), 0, None)
 
     # ------------------------------------------------------------------------------------------------- what it holds
 
     @property
     def length(self) -> int:
         """The largest of `lengths`."""
-        return longest(self._filled)
+        return longest(self._state.filled)
 
     @property
     def lengths(self) -> np.ndarray:
         """(B,) int64 array, a copy: the tokens of each row; of a ring all that were appended, also those overwritten since."""
-        return self._rows(self._filled)
+        return self._rows(self._state.filled)
 
     @property
     def held(self) -> np.ndarray:
         """(B,) int64 array: how many tokens each row holds, its newest; fewer than `lengths` in a ring that has wrapped."""
-        return self._rows(self._filled) - self._floors()
+        return self._held(self._state)
 
     @property
     def capacity(self) -> int:
         """Tokens a row can hold without growing."""
-        return self._k.shape[2]
+        return self._state.slots
 
     @property
     def nbytes(self) -> int:
         """Bytes of the two buffers."""
-        return self._k.nbytes + self._v.nbytes
+        state = self._state
+        return state.k.nbytes + state.v.nbytes
 
     @property
     def k(self) -> np.ndarray:
         """(B, Hkv, length, D) view of the keys; of a ring that has wrapped a copy (B, Hkv, largest held, D), oldest first."""
-        return self._ordered(self._k, self.held, 0) if self._wrapped() else self._k[:, :, :self.length]
+        state = self._state
+        return self._view(state, state.k)
 
     @property
     def v(self) -> np.ndarray:
         """(B, Hkv, length, Dv) view of the values; of a ring that has wrapped a copy (B, Hkv, largest held, Dv), oldest first."""
-        return self._ordered(self._v, self.held, 0) if self._wrapped() else self._v[:, :, :self.length]
+        state = self._state
+        return self._view(state, state.v)
+
+    def _view(self, state: State, buffer: np.ndarray) -> np.ndarray:
+        if self._wrapped(state.most):
+            return self._ordered(state, buffer, self._held(state), 0)
+        return buffer[:, :, :longest(state.filled)]
 
     def _rows(self, lengths: Lengths) -> np.ndarray:
         """Lengths as a new (B,) int64 array."""
         return np.full(self.batch_size, lengths, np.int64)
 
-    def _floors(self, tops: Lengths | None = None) -> Lengths:
-        """The oldest position that each row of a ring still holds once its longest was `tops`."""
-        if self.window is None:
-            return 0
-        tops = (self._filled if self._tops is None else self._tops) if tops is None else tops
-        return np.maximum(tops - self._k.shape[2], 0)
+    def _held(self, state: State) -> np.ndarray:
+        return self._rows(state.filled) - self._floors(state.most)
 
-    def _wrapped(self, tops: Lengths | None = None) -> bool:
-        """Whether some row has lost tokens, or would have at length `tops`."""
-        return self.window is not None and bool(np.any(self._floors(tops)))
+    def _floors(self, tops: Lengths) -> Lengths:
+        """The oldest position that each row of a ring still holds once its longest was `tops`."""
+        return 0 if self.window is None else np.maximum(tops - self.capacity, 0)
+
+    def _wrapped(self, tops: Lengths) -> bool:
+        """Whether some row has lost tokens once its longest was `tops`."""
+        return self.window is not None and longest(tops) > self.capacity
 
     # ------------------------------------------------------------------------------------------------- appending
 
@@ -158,7 +192,7 @@ class KVCache:
         ------
         ValueError, TypeError
             For wrong shapes or dtypes, more tokens than `capacity` holds, or more than `max_chunk` of a ring; the cache is as
-            it was then. So it is after the MemoryError of a cache that cannot grow.
+            it was then. So it is after a MemoryError.
         """
         k, v = self._new("k", k, self.head_dim), self._new("v", v, self.v_head_dim)
         n = k.shape[2]
@@ -169,14 +203,15 @@ class KVCache:
             raise ValueError(f"k has length {n} on axis 2 but at most max_chunk = {self.max_chunk} tokens can be appended to "
                              "this ring at a time")
         after = self._after(new)
-        if np.may_share_memory(k, self._k) or np.may_share_memory(v, self._v):
+        state, overlap = self._state, np.may_share_memory
+        if overlap(k, state.k) or overlap(v, state.v) or overlap(k, state.v) or overlap(v, state.k):
             k, v = k.copy(), v.copy()
         self._store(k, v, new, after)
 
     def _new(self, name: str, x: Any, width: int) -> np.ndarray:
         """x as (B, Hkv, n, width) of a real floating dtype."""
         if type(x) is not np.ndarray:
-            x = validate.as_array(name, x)
+            x = _plain(name, x)
         if x.dtype.kind != "f" and x.dtype.name != "bfloat16":
             raise TypeError(f"{name} must hold real floating numbers, got dtype {x.dtype}")
         if x.ndim != 4 or x.shape[:2] != (self.batch_size, self.num_kv_heads) or x.shape[3] != width:
@@ -188,77 +223,125 @@ class KVCache:
         """How many of n new tokens are valid."""
         if lengths is None or self.batch_size == 0:
             return n
-        return together(validate.batch_lengths(name, lengths, self.batch_size, n, longest))
+        return together(_lengths(name, lengths, self.batch_size, n, longest))
 
     def _after(self, new: Lengths) -> Lengths:
         """The lengths with `new` tokens more; an error if there is no room for them."""
-        after = together(self._filled + new)
+        state = self._state
+        after = together(state.filled + new)
         if self.window is None:
             needed = longest(after)
-            if not self._grows and needed > self._k.shape[2]:
-                raise ValueError(f"capacity is {self._k.shape[2]} but a length of {needed} would be needed for the new tokens")
+            if not self._grows and needed > state.slots:
+                raise ValueError(f"capacity is {state.slots} but a length of {needed} would be needed for the new tokens")
             if needed > validate.LARGEST:
                 raise ValueError(f"a cache can hold at most {validate.LARGEST} tokens but a length of {needed} would be needed")
         return after
 
     def _store(self, k: np.ndarray, v: np.ndarray, new: Lengths, after: Lengths) -> None:
         """Append the first `new` of the tokens k, v, checked, which gives the lengths `after`."""
-        if self.window is None and longest(after) > self._k.shape[2]:
-            self._grow(longest(after))
+        state = self._state
+        if self.window is not None:
+            skip = 0
+            if k.shape[2] > state.slots:        # tokens that it will keep of no row are not converted
+                skip = max(0, int(np.min(new)) - state.slots)
+                k, v = k[:, :, skip:], v[:, :, skip:]
+            tops = None if state.tops is None else _unless_same(larger(state.tops, after), after)
+            self._move((self._as_stored(k), self._as_stored(v)), self._ring_moves(state, new, skip),
+                       State(state.k, state.v, after, tops))
+            return
+        buffers = state[:2] if longest(after) <= state.slots else self._grown(state, longest(after))
         if k.dtype == v.dtype == self.dtype:
-            self._write(k, v, new)
+            self._write(buffers, k, v, state.filled, new)
         else:
             with np.errstate(all="ignore"):     # what is beyond the range of a narrower dtype becomes inf
-                self._write(k, v, new)
-        if self._tops is not None:
-            tops = np.maximum(self._tops, after)
-            self._tops = None if (tops == after).all() else tops
-        self._filled = after
+                self._write(buffers, k, v, state.filled, new)
+        self._state = State(*buffers, after, None)
 
-    def _allocate(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = self.batch_size * self.num_kv_heads * slots
+    def _allocate(self, slots: int) -> Pair:
+        rows = self.batch_size * self.num_kv_heads * max(slots, 1)
         if rows * max(self.head_dim, self.v_head_dim) * self.dtype.itemsize > _MOST_BYTES:
             raise ValueError(f"a cache of batch_size {self.batch_size}, num_kv_heads {self.num_kv_heads}, head_dim "
-                             f"{self.head_dim}, v_head_dim {self.v_head_dim} and {slots} tokens a row is beyond any memory")
+                             f"{self.head_dim}, v_head_dim {self.v_head_dim} and {max(slots, 1)} tokens a row is beyond any "
+                             "memory")
         shape = self.batch_size, self.num_kv_heads, slots
         return np.empty((*shape, self.head_dim), self.dtype), np.empty((*shape, self.v_head_dim), self.dtype)
 
-    def _grow(self, needed: int) -> None:
-        old = self.length
-        k, v = self._allocate(min(max(_FIRST_SLOTS, 2 * self._k.shape[2], needed), validate.LARGEST))
-        k[:, :, :old], v[:, :, :old] = self._k[:, :, :old], self._v[:, :, :old]
-        self._k, self._v = k, v
+    def _grown(self, state: State, needed: int) -> Pair:
+        """Larger buffers with what is held."""
+        old = longest(state.filled)
+        k, v = self._allocate(min(max(_FIRST_SLOTS, 2 * state.slots, needed), validate.LARGEST))
+        k[:, :, :old], v[:, :, :old] = state.k[:, :, :old], state.v[:, :, :old]
+        return k, v
 
-    def _write(self, k: np.ndarray, v: np.ndarray, new: Lengths) -> None:
-        filled = self._filled
-        if type(filled) is int and type(new) is int:
-            self._copy(slice(None), filled, new, k, v)
+    def _write(self, buffers: Pair, k: np.ndarray, v: np.ndarray, filled: Lengths, new: Lengths) -> None:
+        """The first `new` tokens to the slots from `filled` on, which no row holds."""
+        if isinstance(filled, int) and isinstance(new, int):
+            for buffer, x in zip(buffers, (k, v)):
+                buffer[:, :, filled:filled + new] = x[:, :, :new]
             return
         starts, counts = self._rows(filled), self._rows(new)
         if k.shape[2] == 1:
             rows = counts.nonzero()[0]
-            slots = starts[rows] % self._k.shape[2]
-            self._k[rows, :, slots], self._v[rows, :, slots] = k[rows, :, 0], v[rows, :, 0]
+            slots = starts[rows]
+            for buffer, x in zip(buffers, (k, v)):
+                buffer[rows, :, slots] = x[rows, :, 0]
             return
         for b, (start, count) in enumerate(zip(starts.tolist(), counts.tolist())):
-            self._copy(slice(b, b + 1), start, count, k, v)
+            for buffer, x in zip(buffers, (k, v)):
+                buffer[b, :, start:start + count] = x[b, :, :count]
 
-    def _copy(self, rows: slice, position: int, count: int, k: np.ndarray, v: np.ndarray) -> None:
-        """The first `count` tokens of k, v to `position` of these rows; where they exceed a ring, its length of the last."""
-        slots = self._k.shape[2]
-        at = max(0, count - slots)
-        while at < count:
-            slot = (position + at) % slots
-            run = min(count - at, slots - slot)
-            self._k[rows, :, slot:slot + run] = k[rows, :, at:at + run]
-            self._v[rows, :, slot:slot + run] = v[rows, :, at:at + run]
-            at += run
+    # what a ring holds is overwritten
+
+    def _move(self, others: Pair, moves: list[Move], state: State) -> None:
+        """Tokens between the rows of the buffers and of others, and then this state: all of it or nothing."""
+        move_rows(self._state[:2], others, moves, self, "_state", state)
+
+    def _as_stored(self, x: np.ndarray) -> np.ndarray:
+        """New tokens as they can be moved: in the storage dtype, with unit last stride."""
+        if x.dtype != self.dtype:
+            with np.errstate(all="ignore"):
+                return x.astype(self.dtype, "C")
+        return x if x.strides[3] == x.itemsize or x.shape[3] == 1 else x.copy()
+
+    def _ring_moves(self, state: State, new: Lengths, skip: int = 0) -> list[Move]:
+        """The first `new` tokens behind those of each row; where they exceed the ring, its length of the last. The others
+        begin with token `skip`."""
+        slots, B = state.slots, self.batch_size
+        if isinstance(state.filled, int) and isinstance(new, int):
+            spans: Any = [(0, B, state.filled, new)] if B else []
+        else:
+            starts, counts = self._rows(state.filled), self._rows(new)
+            if longest(counts) == 1:
+                rows = counts.nonzero()[0]
+                return [(b, slot, B + b, 0, 1, 1) for b, slot in zip(rows.tolist(), (starts[rows] % slots).tolist())]
+            spans = zip(range(B), repeat(1), starts.tolist(), counts.tolist())
+        moves = []
+        for b, rows, position, count in spans:
+            at = max(0, count - slots)
+            while at < count:
+                slot = (position + at) % slots
+                run = min(count - at, slots - slot)
+                moves.append((b, slot, B + b, at - skip, rows, run))
+                at += run
+        return moves
+
+    def _set_aside(self, new: Lengths, after: Lengths) -> tuple[Pair, list[Move]] | None:
+        """Copies of what a ring loses where `new` tokens are stored, and the moves that bring it back; None if nothing."""
+        state = self._state
+        if not self._wrapped(larger(state.most, after)):
+            return None
+        moves = self._ring_moves(state, new)
+        shape = self.batch_size, self.num_kv_heads, longest(new)
+        aside = np.empty((*shape, self.head_dim), self.dtype), np.empty((*shape, self.v_head_dim), self.dtype)
+        self._move(aside, [(source, at, target, to, rows, count) for target, to, source, at, rows, count in moves], state)
+        return aside, moves
 
     # ------------------------------------------------------------------------------------------------- rearranging
 
     def reset(self) -> None:
         """Forget all tokens; the memory is kept."""
-        self._filled, self._tops = 0, None
+        state = self._state
+        self._state = State(state.k, state.v, 0, None)
 
     def truncate(self, length: int | np.ndarray) -> None:
         """Forget the tokens from position `length` on, such as a draft that is refused.
@@ -274,30 +357,30 @@ class KVCache:
             For a length outside that range; for a ring also where a query at position `length` could attend keys that have
             been overwritten. The cache is as it was then.
         """
+        state = self._state
+        most = longest(state.filled)
         if isinstance(length, (np.ndarray, list, tuple)):
-            wanted = validate.batch_lengths("length", length, self.batch_size, self.length, "the cache's length")
+            wanted: Lengths = _lengths("length", length, self.batch_size, most, "the cache's length")
         else:
-            one = validate.integer("length", length, 0)
-            if one > self.length:
-                raise ValueError(f"length must be at most the cache's length {self.length}, got {one}")
-            wanted = self._rows(one)
-            if self.batch_size == 0:
-                self._filled = one
+            wanted = validate.integer("length", length, 0)
+            if wanted > most:
+                raise ValueError(f"length must be at most the cache's length {most}, got {wanted}")
         if self.batch_size == 0:
+            self._state = State(state.k, state.v, wanted if isinstance(wanted, int) else state.filled, None)
             return
-        filled = self._rows(self._filled)
+        filled = self._rows(state.filled)
         after = np.minimum(filled, wanted)
+        tops = state.tops
         if self.window is not None and bool((after < filled).any()):
-            floors = self._rows(self._floors())
+            floors = self._rows(self._floors(state.most))
             lost = (after < filled) & (after > 0) & (floors > np.maximum(after - self.window, 0))
             if lost.any():
                 b = int(lost.argmax())
                 raise ValueError(f"length {after[b]} is too far back for row {b}: a query there may attend keys from position "
                                  f"{max(0, after[b] - self.window)} on (window {self.window}), but the ring holds them only from "
                                  f"position {floors[b]} on")
-            tops = np.where(after > 0, self._rows(self._filled if self._tops is None else self._tops), 0)
-            self._tops = None if (tops == after).all() else tops
-        self._filled = together(after)
+            tops = _unless_same(np.where(after > 0, self._rows(state.most), 0), after)
+        self._state = State(state.k, state.v, together(after), tops)
 
     def reorder(self, indices: np.ndarray) -> None:
         """Make row b what row ``indices[b]`` was, as a beam search does.
@@ -311,41 +394,33 @@ class KVCache:
         -----
         Only rows that change are copied, only as far as they are filled, in place; one row is set aside if rows change places.
         """
-        sources = validate.as_array("indices", indices)
         B = self.batch_size
-        if sources.shape != (B,):
-            raise ValueError(f"indices must have shape (B,) = ({B},), got {sources.shape}")
+        sources = _lengths("indices", indices, B, B - 1, "B - 1")
         if B == 0:
             return
-        if sources.dtype.kind not in "iu":
-            raise TypeError(f"indices must be integers, got dtype {sources.dtype}")
-        wrong = (sources < 0) | (sources >= B)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise ValueError(f"indices must lie in [0, B - 1] = [0, {B - 1}], got {sources[at]} at index {at}")
-        used = self._used().tolist()
-        moves = _moves(sources.tolist())
-        longest = max((used[source] for source, target in moves if target < 0), default=0)
-        aside = [np.empty((self.num_kv_heads, longest, x.shape[3]), x.dtype) for x in (self._k, self._v)]
-        opened = 0
-        for source, target in moves:
-            if target < 0:
+        state = self._state
+        used = self._used(state).tolist()
+        copies = _copies(sources.tolist())
+        shape = 1, self.num_kv_heads, max((used[source] for source, target in copies if target == B), default=0)
+        aside = np.empty((*shape, self.head_dim), self.dtype), np.empty((*shape, self.v_head_dim), self.dtype)
+        moves, opened = [], 0
+        for source, target in copies:
+            if target == B:
                 opened = source
-            n = used[opened if source < 0 else source]
-            for x, spare in zip((self._k, self._v), aside):
-                (spare if target < 0 else x[target])[:, :n] = (spare if source < 0 else x[source])[:, :n]
-        self._filled = self._filled if isinstance(self._filled, int) else together(self._filled[sources])
-        self._tops = None if self._tops is None else self._rows(self._tops)[sources]
+            moves.append((target, 0, source, 0, 1, used[opened if source == B else source]))
+        filled = state.filled if isinstance(state.filled, int) else together(state.filled[sources])
+        tops = None if state.tops is None else self._rows(state.tops)[sources]
+        self._move(aside, moves, State(state.k, state.v, filled, tops))
 
-    def _used(self) -> np.ndarray:
+    def _used(self, state: State) -> np.ndarray:
         """(B,) slots of each row that have been written, from slot 0 on."""
-        return np.minimum(self._rows(self._filled if self._tops is None else self._tops), self._k.shape[2])
+        return np.minimum(self._rows(state.most), state.slots)
 
-    def _ordered(self, buffer: np.ndarray, keep: np.ndarray, room: int) -> np.ndarray:
+    def _ordered(self, state: State, buffer: np.ndarray, keep: np.ndarray, room: int) -> np.ndarray:
         """The newest `keep` (B,) tokens of each row, oldest first, and room for more: (B, Hkv, largest keep + room, width)."""
         slots = buffer.shape[2]
         out = np.empty((*buffer.shape[:2], int(keep.max(initial=0)) + room, buffer.shape[3]), buffer.dtype)
-        for b, (start, count) in enumerate(zip((self.lengths - keep).tolist(), keep.tolist())):
+        for b, (start, count) in enumerate(zip((self._rows(state.filled) - keep).tolist(), keep.tolist())):
             first = start % slots
             run = min(count, slots - first)
             out[b, :, :run], out[b, :, run:count] = buffer[b, :, first:first + run], buffer[b, :, :count - run]
@@ -354,19 +429,23 @@ class KVCache:
     def _linear(self, keep: np.ndarray, room: int) -> KVCache:
         """The newest `keep` tokens of each row of a ring as a cache that is none, with room for more."""
         other = KVCache(self.batch_size, self.num_kv_heads, self.head_dim, v_head_dim=self.v_head_dim, dtype=self.dtype)
-        other._k, other._v = self._ordered(self._k, keep, room), self._ordered(self._v, keep, room)
-        other._filled = together(keep) if self.batch_size else 0
+        state = self._state
+        k, v = self._ordered(state, state.k, keep, room), self._ordered(state, state.v, keep, room)
+        other._state = State(k, v, together(keep) if self.batch_size else 0, None)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        n = int(self._used().max(initial=0))        # memory that was never written stays here
-        return {**self.__dict__, "_k": self._k[:, :, :n].copy(), "_v": self._v[:, :, :n].copy(), "slots": self._k.shape[2]}
+        state = self._state
+        n = int(self._used(state).max(initial=0))       # memory that was never written stays here
+        kept = state.k[:, :, :n].copy(), state.v[:, :, :n].copy(), state.filled, state.tops
+        return {**self.__dict__, "_state": kept, "slots": state.slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        slots, k, v = state.pop("slots"), state.pop("_k"), state.pop("_v")
-        self.__dict__.update(state)
-        self._k, self._v = self._allocate(slots)
-        self._k[:, :, :k.shape[2]], self._v[:, :, :v.shape[2]] = k, v
+        self.__dict__.update({name: value for name, value in state.items() if name not in ("_state", "slots")})
+        kept = State(*state["_state"])
+        k, v = self._allocate(state["slots"])
+        k[:, :, :kept.slots], v[:, :, :kept.slots] = kept.k, kept.v
+        self._state = kept._replace(k=k, v=v)
 
     def __repr__(self) -> str:
         values = f", v_head_dim={self.v_head_dim}" if self.v_head_dim != self.head_dim else ""
@@ -377,6 +456,7 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------- attention
 
+    @validate.own_keywords(validate.CALL_NAMES)
     def attend(
         self, q: np.ndarray, *, lengths_new: np.ndarray | None = None, mask: np.ndarray | None = None, is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
@@ -428,17 +508,19 @@ class KVCache:
         if self.batch_size != B:
             raise ValueError(f"q has batch size {B} on axis 0 but the cache has {self.batch_size}")
         new = self.new_lengths("lengths_new", lengths_new, Lq, "Lq")
-        filled, cache = self._filled, self
+        state, cache = self._state, self
+        filled = state.filled
         if self.window is not None:
             window = ring_window(self, window)
-        if is_causal is not False or window is not None:
-            self._check_reach(new, window)
-        if self._wrapped() and (mask is not None or need_weights):
-            held = self.held
+        is_causal = validate.flag("is_causal", is_causal)
+        if is_causal or window is not None:
+            self._check_reach(state, new, window)
+        if self._wrapped(state.most) and (mask is not None or need_weights):
+            held = self._held(state)
             if mask is not None:
                 same_number(held)
             cache = self._linear(held, 0)
-            filled = cache._filled
+            filled = cache._state.filled
         parts = prepare(cache, q, filled, new, mask, is_causal, window, scale, softcap, algorithm, need_weights)
         workers = threads.resolve(num_threads)
         out = np.empty((B, H, Lq, self.v_head_dim), q.dtype)
@@ -448,16 +530,16 @@ class KVCache:
         result = (out, *(x for x in (lse, weights) if x is not None))
         return result if len(result) > 1 else out
 
-    def _check_reach(self, new: Lengths, window: Any) -> None:
+    def _check_reach(self, state: State, new: Lengths, window: Any) -> None:
         """Whether the newest `new` queries have positions, and a ring still holds the keys that they may attend."""
-        filled, counts = self._rows(self._filled), self._rows(new)
+        filled, counts = self._rows(state.filled), self._rows(new)
         first = filled - counts
         if (first < 0).any():
             b = int(first.argmin())
             raise ValueError(f"q has {counts[b]} new queries in row {b} but the cache holds only {filled[b]} tokens there: their "
                              "keys must have been appended")
         if self.window is not None:
-            oldest, floors = np.maximum(first - window[0], 0), self._rows(self._floors())
+            oldest, floors = np.maximum(first - window[0], 0), self._rows(self._floors(state.most))
             lost = (counts > 0) & (floors > oldest)
             if lost.any():
                 b = int(lost.argmax())
@@ -465,15 +547,15 @@ class KVCache:
                                  f"(window {window[0]}), but the ring holds them only from position {floors[b]} on")
 
 
-def _moves(sources: list[int]) -> list[tuple[int, int]]:
-    """Copies (source, target), one after the other, after which row b is what row sources[b] was; -1 is a spare row.
+def _copies(sources: list[int]) -> list[tuple[int, int]]:
+    """Copies (source, target), one after the other, after which row b is what row sources[b] was; len(sources) is a spare row.
 
     A row is overwritten once nobody needs it; what is left then are cycles, each opened by one row set aside.
     """
     needed = [0] * len(sources)
     for target, source in enumerate(sources):
         needed[source] += source != target
-    moves = []
+    moves, spare = [], len(sources)
     pending = {target for target, source in enumerate(sources) if source != target}
     free = [target for target in sorted(pending) if not needed[target]]
     while free:
@@ -486,13 +568,42 @@ def _moves(sources: list[int]) -> list[tuple[int, int]]:
             free.append(source)
     while pending:
         start = target = pending.pop()
-        moves.append((start, -1))
+        moves.append((start, spare))
         while sources[target] != start:
             moves.append((sources[target], target))
             target = sources[target]
             pending.discard(target)
-        moves.append((-1, target))
+        moves.append((spare, target))
     return moves
+
+
+def _unless_same(tops: Lengths, filled: Lengths) -> Lengths | None:
+    return None if np.all(tops == filled) else tops
+
+
+def _count(name: str, value: Any, minimum: int, maximum: int = validate.LARGEST, why: str = "") -> int:
+    value = validate.integer(name, value, minimum)
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}{why}, got {value}")
+    return value
+
+
+def _plain(name: str, x: Any) -> np.ndarray:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} must be a plain array, got a masked one, whose mask would be lost")
+    return validate.as_array(name, x)
+
+
+def _lengths(name: str, given: Any, B: int, most: int, most_name: str) -> np.ndarray:
+    """`validate.batch_lengths`, where ints that no integer array can hold are told as what they are."""
+    values = _plain(name, given)
+    if values.dtype.kind in "fO" and values.shape == (B,):
+        exact = np.asarray(given, object).tolist()
+        if all(isinstance(x, Integral) for x in exact):
+            for i, x in enumerate(exact):
+                if not 0 <= x <= most:
+                    raise ValueError(f"{name} must lie in [0, {most_name}] = [0, {most}], got {x} at index {i}")
+    return validate.batch_lengths(name, values, B, most, most_name)
 
 
 def _storage_type(dtype: Any) -> np.dtype:
@@ -502,12 +613,9 @@ def _storage_type(dtype: Any) -> np.dtype:
         except ImportError:
             raise ImportError('dtype "bfloat16" needs the package ml_dtypes: pip install "fastmha[bfloat16]"') from None
         dtype = bfloat16
-    try:
-        found = np.dtype(object if dtype is None else dtype)    # np.dtype(None) would be float64
-    except TypeError:
-        found = np.dtype(object)
+    found = validate.dtype_of(dtype)
     if found.kind == "O":
-        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {dtype!r}")
+        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {validate.short(dtype)}")
     if found not in (*validate.FLOAT_TYPES, np.dtype(np.float16)) and found.name != "bfloat16":
         raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {found}")
     return found

@@ -23,6 +23,10 @@ def longest(lengths: Lengths) -> int:
     return lengths if isinstance(lengths, int) else int(lengths.max(initial=0))
 
 
+def larger(a: Lengths, b: Lengths) -> Lengths:
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
+
+
 def together(lengths: Lengths) -> Lengths:
     """Lengths as one int where all rows agree (there are some)."""
     if isinstance(lengths, int):
@@ -36,6 +40,8 @@ class Step:
 
         with step:              # stores k and v; if anything fails inside, the cache is as it was
             step.attend(...)
+
+    At every moment the cache is as it was or holds the new tokens, whatever is raised.
     """
 
     def __init__(self, cache: KVCache, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Lengths, mask: Any, is_causal: Any,
@@ -45,12 +51,12 @@ class Step:
         self.after = after = cache._after(new)
         if cache.window is not None and cache.max_chunk is not None:
             window = ring_window(cache, window)
-            tops = after if cache._tops is None else np.maximum(cache._tops, after)
+            tops = larger(cache._state.most, after)
             if q.shape[2] > cache.max_chunk or ((mask is not None or need_weights) and cache._wrapped(tops)):
                 # what is held and the new tokens side by side in a cache for this call alone, then their end to the ring
                 room = cache.window + np.maximum(0, cache.max_chunk - cache._rows(new))
                 keep = np.minimum(cache.held, room)
-                if mask is not None and bool((keep < cache._rows(cache._filled)).any()):
+                if mask is not None and bool((keep < cache.lengths).any()):
                     same_number(keep + new)
                 after = together(keep + new) if cache.batch_size else q.shape[2]
                 self.parts = prepare(cache, q, after, new, mask, is_causal, window, None, softcap, algorithm, need_weights,
@@ -62,9 +68,13 @@ class Step:
 
     def __enter__(self) -> Step:
         cache = self.cache
-        self.before = cache._k, cache._v, cache._filled, cache._tops
+        self.before = cache._state
+        if self.over is not cache:
+            self.over._store(self.k, self.v, self.new, self.over._after(self.new))
+            return self
+        self.lost = cache._set_aside(self.new, self.after)
         try:
-            self.over._store(self.k, self.v, self.new, self.after if self.over is cache else self.over._after(self.new))
+            cache._store(self.k, self.v, self.new, self.after)
         except BaseException:
             self._undo()
             raise
@@ -75,17 +85,17 @@ class Step:
         attend(self.over, self.parts, self.new, out, None, weights, workers)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is not None:
+        if self.over is not self.cache:
+            if kind is None:
+                self.cache._store(self.k, self.v, self.new, self.after)
+        elif kind is not None:
             self._undo()
-        elif self.over is not self.cache:
-            self.cache._store(self.k, self.v, self.new, self.after)
 
     def _undo(self) -> None:
-        cache = self.cache
-        cache._k, cache._v, cache._filled, cache._tops = self.before
-        if cache.window is not None and self.over is cache:     # the tokens it has overwritten are beyond every window
-            tops = np.maximum(cache._filled if cache._tops is None else cache._tops, self.after)
-            cache._tops = cache._rows(tops)
+        if self.lost is None:
+            self.cache._state = self.before
+        else:
+            self.cache._move(*self.lost, self.before)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -94,7 +104,8 @@ def ring_window(cache: KVCache, window: Any) -> tuple[int | None, int | None]:
     """window, which must not reach further back than the ring."""
     left, _ = validate.band(False, window)
     if left is None or left > (cache.window or 0):
-        raise ValueError(f"window must have a left side of at most {cache.window}, the window of the cache, got {window!r}")
+        raise ValueError(f"window must have a left side of at most {cache.window}, the window of the cache, "
+                         f"got {validate.short(window)}")
     return window
 
 
@@ -112,14 +123,15 @@ def prepare(cache: KVCache, q: np.ndarray, after: Lengths, new: Lengths, mask: A
     """
     first = after - new
     spans = [(0, longest(after), None if isinstance(after, int) else after, first)]
-    if cache.window is not None and not linear and longest(after) > cache._k.shape[2]:
-        spans = _spans(after, first, cache._k.shape[2])
+    state = cache._state
+    if cache.window is not None and not linear and longest(after) > state.slots:
+        spans = _spans(after, first, state.slots)
     parts: list[Part] = []
     banded = is_causal is not False or window is not None
     B, heads = cache.batch_size, cache.num_kv_heads
     for start, stop, lengths, offset in spans:
-        if not linear and stop <= cache._k.shape[2] and cache.dtype == q.dtype:
-            k, v = cache._k[:, :, start:stop], cache._v[:, :, start:stop]
+        if not linear and stop <= state.slots and cache.dtype == q.dtype:
+            k, v = state.k[:, :, start:stop], state.v[:, :, start:stop]
         else:
             k = _stand_in((B, heads, stop - start, cache.head_dim), q.dtype)
             v = _stand_in((B, heads, stop - start, cache.v_head_dim), q.dtype)
@@ -165,10 +177,10 @@ def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse
            weights: np.ndarray | None, workers: int) -> None:
     """out (B, H, Lq, Dv), lse (B, H, Lq), weights <- what `prepare` has prepared; queries behind `new` attend nothing."""
     Lq = out.shape[2]
-    sides = []
+    sides, state = [], cache._state
     for i, (problem, span, name) in enumerate(parts):
-        if problem.k.base is not cache._k:
-            problem = problem.with_heads(problem.q, *as_taken(cache._k[:, :, span], cache._v[:, :, span], problem.dtype, name))
+        if problem.k.base is not state.k:
+            problem = problem.with_heads(problem.q, *as_taken(state.k[:, :, span], state.v[:, :, span], problem.dtype, name))
         side = out if i == 0 else np.empty(out.shape, out.dtype)
         side_lse = lse if i == 0 and lse is not None else np.empty(out.shape[:3], out.dtype) if len(parts) > 1 else None
         algorithms.forward(name, problem, side, side_lse, weights, workers)

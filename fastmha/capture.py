@@ -69,7 +69,7 @@ class Capture:
         object.__setattr__(self, "heads", validate.selection("capture.heads", self.heads))
         object.__setattr__(self, "rows", validate.selection("capture.rows", self.rows))
         if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):
-            raise ValueError(f'capture.reduce must be None, "sum_q", "max" or "entropy", got {self.reduce!r}')
+            raise ValueError(f'capture.reduce must be None, "sum_q", "max" or "entropy", got {validate.short(self.reduce)}')
 
 
 class Chosen(NamedTuple):

@@ -12,6 +12,7 @@ from fastmha.capture import Capture
 from fastmha.plan import Plan, choose, make_plan
 
 
+@validate.own_keywords(validate.CALL_NAMES)
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
@@ -43,11 +44,12 @@ def attention(
                          x x . .                                 x x x x
 
     offset : int or (B,) array of int, optional
-        Position of query 0 among the keys, for `is_causal` and `window`. Default 0 where Lq == Lk; must be given elsewhere.
+        Position of query 0 among the keys, for `is_causal` and `window`, within ±2**61. Default 0 where Lq == Lk; must be given
+        elsewhere.
     key_padding_lengths : (B,) array of int, optional
         Valid keys of each batch row, 0 to Lk; those behind are removed.
     window : (left, right), optional
-        Key j is kept iff ``i + offset - left <= j <= i + offset + right``; a side None is unbounded.
+        Key j is kept iff ``i + offset - left <= j <= i + offset + right``; a side None (or from 2**62 on) is unbounded.
     scale : float, optional
         Factor of the products, default 1/sqrt(D).
     softcap : float, optional
@@ -78,10 +80,22 @@ def attention(
     ------
     ValueError, TypeError
         Naming the argument, what was expected and what came, before anything is computed.
+    MemoryError
+        Where there is no memory for scratch; with "blas", where it is wanted in the middle, `out` may have been written in part.
+    KeyboardInterrupt, or what else a signal handler raises
+        Within half a second, in the middle of the call; what is in `out` then is undefined.
+
+    Warns
+    -----
+    ConventionWarning
+        For a boolean mask (of up to 2**24 elements) that removes everything, or exactly the keys up to each query's own: masks in
+        which True means "may attend" elsewhere look so.
 
     Notes
     -----
     Where (i, j) is removed, nothing in k or v at j changes a bit of row i of the output, not even NaN or Inf.
+
+    Numbers below the smallest normal one of the dtype count as 0, but for rows of the output that are as small throughout.
 
     References
     ----------
@@ -98,6 +112,8 @@ def attention(
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     name, _ = choose(problem, algorithm)
+    if return_lse is not False:
+        return_lse = validate.flag("return_lse", return_lse)
     workers = threads.resolve(num_threads)
     B, H, _, Lq, _, D, Dv = problem.shape
     shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
@@ -120,6 +136,7 @@ def attention(
     return (result, lse, captured) if return_lse else (result, captured)
 
 
+@validate.own_keywords(validate.CALL_NAMES)
 def attention_backward(
     grad_out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, *,
     layout: str = "BHLD", mask: np.ndarray | None = None, is_causal: bool = False, offset: int | np.ndarray | None = None,
@@ -154,6 +171,9 @@ def attention_backward(
     -----
     With P = exp(S - lse): grad_v = Pᵀ grad_out, dP = grad_out vᵀ, dS = P ∘ (dP - rowsum(P ∘ dP)), grad_q = scale · dS k,
     grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads.
+
+    exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
+    lse exceeds those by more than rounding, because it was taken over more keys.
     """
     problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
     name, _ = choose(problem, algorithm, backward=True)
@@ -242,6 +262,7 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
     return out, lse
 
 
+@validate.own_keywords(validate.CALL_NAMES)
 def plan(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
@@ -262,7 +283,9 @@ def plan(
     >>> fastmha.plan(q, k, k).algorithm
     'decode'
     """
-    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap,
+                                         values=False)
+    validate.flag("return_lse", return_lse)
     if capture is not None:
         captures.check(capture, problem)
     return make_plan(problem, algorithm, threads.resolve(num_threads), validate.flag("backward", backward))
@@ -339,6 +362,7 @@ def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
     return out, weights
 
 
+@validate.own_keywords(validate.TEXTBOOK_NAMES)
 def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
                                  mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Textbook attention with its weights: softmax(Q Kᵀ / sqrt(d)) V.
@@ -364,8 +388,9 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
     validate.textbook(dict(zip("QKV", arrays)))
     if flat:
         arrays = [x[:, None] for x in arrays]
-        if mask is not None and np.ndim(mask) == 3:
-            mask = np.asarray(mask)[:, None]
+        mask = None if mask is None else validate.as_array("mask", mask)
+        if mask is not None and mask.ndim == 3:
+            mask = mask[:, None]
     q, k, v = arrays
     problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
     out, weights = weighted(problem, threads.resolve(None))
@@ -386,7 +411,7 @@ def split_heads(x: np.ndarray, num_heads: int) -> np.ndarray:
     (B, H, L, d_model // H) view of x
         Head h holds the columns h·D to (h + 1)·D.
     """
-    x = np.asarray(x)
+    x = validate.as_array("x", x)
     if x.ndim != 3:
         raise ValueError(f"x must have 3 axes (B, L, d_model), got shape {x.shape}")
     num_heads = validate.integer("num_heads", num_heads, 1)
@@ -409,7 +434,7 @@ def combine_heads(x: np.ndarray) -> np.ndarray:
     (B, L, H·D) array
         A view where x is a view made by `split_heads`, else a copy.
     """
-    x = np.asarray(x)
+    x = validate.as_array("x", x)
     if x.ndim != 4:
         raise ValueError(f"x must have 4 axes (B, H, L, D), got shape {x.shape}")
     B, H, L, D = x.shape
@@ -427,6 +452,7 @@ def _textbook_heads(projected: dict[str, Any], num_heads: int) -> list[np.ndarra
     return [split_heads(x, num_heads) for x in arrays.values()]
 
 
+@validate.own_keywords(validate.TEXTBOOK_NAMES)
 def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_heads: int,
                               mask: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Multi-head attention on projected queries, keys and values: split heads, attend, combine heads.
@@ -453,6 +479,7 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     return output, weights
 
 
+@validate.own_keywords(validate.TEXTBOOK_NAMES | {"query": "it is q here", "key": "it is k here", "value": "it is v here"})
 def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads: int, weights: dict[str, np.ndarray],
                          mask: np.ndarray | None = None) -> np.ndarray:
     """Multi-head attention with its projections: (attention of (q W_Q, k W_K, v W_V)) W_O.
@@ -477,8 +504,8 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     missing = [name for name in known[:4] if name not in weights]
     unknown = [name for name in weights if name not in known]
     if missing or unknown:
-        raise ValueError(f"weights must hold W_Q, W_K, W_V, W_O and may hold b_Q, b_K, b_V, b_O: "
-                         f"{'missing ' + ', '.join(missing) if missing else 'unknown ' + ', '.join(map(repr, unknown))}")
+        said = f"missing {', '.join(missing)}" if missing else f"unknown {validate.cut(', '.join(map(validate.short, unknown)))}"
+        raise ValueError(f"weights must hold W_Q, W_K, W_V, W_O and may hold b_Q, b_K, b_V, b_O: {said}")
     workers = threads.resolve(None)
 
     def project(name: str, x: Any, letter: str) -> np.ndarray:

@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from fastmha import validate
+
 __all__ = ["create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask"]
+
+_MOST = 2**46       # elements of a mask
 
 
 def _integer(name: str, value: Any) -> int:
@@ -22,29 +26,35 @@ def _integer(name: str, value: Any) -> int:
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+        raise TypeError(f"{name} must be an integer, got {validate.short(value)} of type {type(value).__name__}") from None
 
 
 def _length(name: str, value: Any) -> int:
-    number = _integer(name, value)
-    if number < 0:
-        raise ValueError(f"{name} must be at least 0, got {number}")
-    return number
+    return validate.length(name, _integer(name, value))
+
+
+def _fits(rows_name: str, rows: int, columns_name: str, columns: int) -> None:
+    if rows * columns > _MOST:
+        raise ValueError(f"{rows_name} {rows} and {columns_name} {columns} make a mask beyond any memory")
 
 
 def _blocked_after(name: str, lengths: ArrayLike, limit_name: str, limit: int) -> NDArray[np.bool_]:
     """(B, limit), True at the positions from each row's length on; the arguments' names serve the messages."""
     try:
-        array = np.asarray(lengths)
+        array = validate.as_array(name, lengths)
     except ValueError:  # ragged
-        raise ValueError(f"{name} must have one axis, (B,), got {lengths!r}") from None
+        raise ValueError(f"{name} must have one axis, (B,), got {validate.short(lengths)}") from None
     if array.ndim != 1:
         raise ValueError(f"{name} must have one axis, (B,), got {array.ndim} axes of shape {array.shape}")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must hold integers, got dtype {array.dtype}")
-    for row in np.flatnonzero((array < 0) | (array > limit)):
-        raise ValueError(f"{name} must be from 0 to {limit_name} = {limit}, got {array[row]} in row {row}")
-    return np.arange(limit) >= array[:, None]
+    whole = validate.integers(name, lengths)
+    if whole is None:
+        raise TypeError(f"{name} must hold integers, got dtype {validate.cut(array.dtype)}")
+    if not whole.size:
+        return np.zeros((0, limit), bool)
+    for row in np.flatnonzero((whole < 0) | (whole > limit)):
+        raise ValueError(f"{name} must be from 0 to {limit_name} = {limit}, got {validate.short(int(whole[row]))} in row {row}")
+    _fits(name, len(whole), limit_name, limit)
+    return np.arange(limit) >= whole.astype(np.int64)[:, None]
 
 
 def create_causal_mask(
@@ -91,12 +101,10 @@ def create_causal_mask(
     columns = rows if seq_len_k is None else _length("seq_len_k", seq_len_k)
     # Beyond these two ends nothing changes: all keys are blocked, or none is.
     diagonal = min(max(_integer("offset", offset), -rows), columns)
-    try:
-        kind = np.dtype(object if dtype is None else dtype)  # np.dtype(None) would be float64
-    except (TypeError, ValueError):
-        kind = np.dtype(object)
+    kind = validate.dtype_of(dtype)
     if kind not in (np.dtype(bool), np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(f"dtype must be bool, float32 or float64, got {dtype!r}")
+        raise TypeError(f"dtype must be bool, float32 or float64, got {validate.short(dtype)}")
+    _fits("seq_len_q", rows, "seq_len_k", columns)
     blocked = ~np.tri(rows, columns, diagonal, dtype=bool)
     if kind.kind == "b":
         return blocked
@@ -164,13 +172,15 @@ def create_attention_mask(
     Raises
     ------
     TypeError
-        A length is not an integer.
+        A length is not an integer, or `is_causal` is not True or False.
     ValueError
         A length is negative, or `key_padding_lengths` has not exactly one axis or reaches beyond Lk.
     """
     rows = _length("seq_len_q", seq_len_q)
     columns = rows if seq_len_k is None else _length("seq_len_k", seq_len_k)
-    blocked = create_causal_mask(rows, columns) if is_causal else np.zeros((rows, columns), bool)
+    _fits("seq_len_q", rows, "seq_len_k", columns)
+    causal = validate.flag("is_causal", is_causal)
+    blocked = create_causal_mask(rows, columns) if causal else np.zeros((rows, columns), bool)
     if key_padding_lengths is None:
         return blocked
     padding = _blocked_after("key_padding_lengths", key_padding_lengths, "seq_len_k", columns)
@@ -213,5 +223,5 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     columns = _length("seq_len_k", seq_len_k)
     cached = _integer("cache_len", cache_len)
     if not 0 <= cached <= columns:
-        raise ValueError(f"cache_len must be from 0 to seq_len_k = {columns}, got {cached}")
+        raise ValueError(f"cache_len must be from 0 to seq_len_k = {columns}, got {validate.short(cached)}")
     return create_causal_mask(seq_len_q, columns, offset=cached)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from fastmha.cached import Step, as_taken
 from fastmha.plan import Plan, choose, choose_layout, make_plan, product_by_blas
 
 _AXES = "(B, L, d_model)"
+_MOST_BYTES = 2**47     # of one array: what a process can address
 
 
 class Parameter:
@@ -88,9 +89,12 @@ class AttentionModule:
                  layout: str, algorithm: str, rng: Any) -> None:
         self.d_model, self.use_bias, self.layout, self.algorithm = d_model, use_bias, layout, algorithm
         self.dtype = _float_type(dtype)
+        generator = _generator(rng)
         self._H, self._Hkv, self._D, self._Dv, self._d_out = H, Hkv, D, Dv, d_out
         widths = (H * D, Hkv * D, Hkv * Dv)
         ends = np.cumsum((0, *widths)).tolist()
+        if max(d_model * ends[3], H * Dv * d_out) * self.dtype.itemsize > _MOST_BYTES:
+            raise ValueError(f"d_model {d_model} makes weights ({d_model}, {ends[3]}) and ({H * Dv}, {d_out}): beyond any memory")
         self._columns = {letter: slice(ends[i], ends[i + 1]) for i, letter in enumerate("QKV")}
         self._W_in, self._W_out = np.empty((d_model, ends[3]), self.dtype), np.empty((H * Dv, d_out), self.dtype)
         self._b_in = np.zeros(ends[3], self.dtype) if use_bias else None
@@ -100,7 +104,6 @@ class AttentionModule:
         self._frozen = False
         self._packed: tuple[np.ndarray, np.ndarray] | None = None       # W_in and W_out as the kernels' own product reads them
         self.grad_context: np.ndarray | None = None
-        generator = np.random.default_rng(rng)
         for name in ("W_Q", "W_K", "W_V", "W_O"):
             view = self._view(name)
             view[...] = generator.standard_normal(view.shape) * math.sqrt(2 / sum(view.shape))
@@ -133,9 +136,7 @@ class AttentionModule:
             view = self._view(name)
             if view is None:
                 raise ValueError(f"{name} cannot be assigned: the module has no biases (use_bias=False)")
-            array = validate.as_array(name, value)
-            if array.dtype.kind not in "fiub":
-                raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}")
+            array = validate.reals(name, value)
             if array.shape != view.shape:
                 raise ValueError(f"{name} must have shape {view.shape}, got {array.shape}")
             shared = any(np.may_share_memory(array, own) for own in self._arrays())
@@ -164,7 +165,8 @@ class AttentionModule:
         missing = [name for name in self._names() if name not in state]
         unknown = [str(name) for name in state if name not in self._names()]
         if missing or unknown:
-            said = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+            said = [f"{what} {validate.cut(', '.join(names))}"
+                    for what, names in (("missing", missing), ("unknown", unknown)) if names]
             raise ValueError(f"state must hold {', '.join(self._names())}: {'; '.join(said)}")
         self._assign(state)
 
@@ -208,6 +210,9 @@ class AttentionModule:
 
     # ------------------------------------------------------------------------------------------------- forward
 
+    def __call__(self, *args: NoReturn, **kwargs: NoReturn) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} is not called itself: call its forward, m.forward(X)")
+
     def _input(self, name: str, x: Any) -> np.ndarray:
         """x (B, L, d_model) in the module's dtype, as rows that BLAS takes."""
         x = validate.real_array(name, x, self.dtype, 3, _AXES)
@@ -225,17 +230,19 @@ class AttentionModule:
 
     def _buffer(self, B: int, L: int, columns: int) -> np.ndarray:
         """For the projection of (B, L) rows: (B, L, columns), or contiguous heads (B, heads, L, D)."""
+        if B * L * columns * self.dtype.itemsize > _MOST_BYTES:
+            raise ValueError(f"batch_size {B} and a length of {L} tokens are beyond any memory: projections of {columns} columns")
         by_head = self._layout(L)[0] == "contiguous"
         return np.empty((B, columns // self._D, L, self._D) if by_head else (B, L, columns), self.dtype)
 
     def _make_plan(self, batch_size: Any, seq_len: Any, seq_len_k: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
                    window: Any, softcap: Any, backward: Any, num_threads: Any) -> Plan:
-        B, L = validate.integer("batch_size", batch_size, 0), validate.integer("seq_len", seq_len, 0)
+        B, L = validate.integer("batch_size", batch_size, 0), validate.length("seq_len", seq_len)
         q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
         if seq_len_k is None:
             projected: tuple[np.ndarray, ...] = (self._buffer(B, L, v_end),)
         else:
-            projected = self._buffer(B, L, q_end), self._buffer(B, validate.integer("seq_len_k", seq_len_k, 0), v_end - q_end)
+            projected = self._buffer(B, L, q_end), self._buffer(B, validate.length("seq_len_k", seq_len_k), v_end - q_end)
         q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", None, is_causal, offset, key_padding_lengths, window, None, softcap)
         backward = validate.flag("backward", backward)
@@ -246,9 +253,10 @@ class AttentionModule:
                  softcap: Any, need_weights: Any, training: Any, num_threads: Any, cache: Any = None,
                  transform_qk: Any = None) -> Any:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
+        is_causal = validate.flag("is_causal", is_causal)
         X = self._input("X", X)
         if transform_qk is not None and not callable(transform_qk):
-            raise TypeError(f"transform_qk must be callable or None, got {transform_qk!r}")
+            raise TypeError(f"transform_qk must be callable or None, got {validate.short(transform_qk)}")
         if context is not None and not (cache is None and transform_qk is None):
             raise ValueError(f"context and {'transform_qk' if cache is None else 'cache'} cannot be given together")
         workers = threads.resolve(num_threads)
@@ -295,7 +303,8 @@ class AttentionModule:
     def _forward_cached(self, X: np.ndarray, cache: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
                         window: Any, softcap: Any, need_weights: bool, training: bool, workers: int, transform_qk: Any) -> Any:
         if offset is not None:
-            raise ValueError(f"offset and cache cannot be given together: it is the cached length of each row, got {offset!r}")
+            raise ValueError("offset and cache cannot be given together: it is the cached length of each row, got "
+                             f"{validate.short(offset)}")
         B, L, _ = X.shape
         self._check_cache("cache", cache, B)
         new = cache.new_lengths("key_padding_lengths", key_padding_lengths, L, "L")
@@ -516,13 +525,23 @@ def _split(x: np.ndarray, num_heads: int) -> np.ndarray:
     return x.reshape(B, L, num_heads, width // num_heads).transpose(0, 2, 1, 3)
 
 
-def _float_type(dtype: Any) -> np.dtype:
+def _generator(rng: Any) -> np.random.Generator:
     try:
-        if dtype is None:       # NumPy would take it for float64
+        seeds: Any = rng
+        if isinstance(rng, (list, tuple, np.ndarray)):      # NumPy would follow a list that holds itself until the stack ends
+            found = validate.integers("rng", rng)
+            seeds = None if found is None else [int(seed) for seed in found.flat]
+        if isinstance(rng, (bool, np.bool_)) or (seeds is None and rng is not None):
             raise TypeError
-        found = np.dtype(dtype)
-    except TypeError:
-        raise TypeError(f"dtype must be float32 or float64, got {dtype!r}") from None
+        return np.random.default_rng(seeds)
+    except Exception as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"rng must be a seed (ints >= 0), a numpy.random.Generator or None, got {validate.short(rng)}") from None
+
+
+def _float_type(dtype: Any) -> np.dtype:
+    found = validate.dtype_of(dtype)
     if found not in validate.FLOAT_TYPES:
-        raise TypeError(f"dtype must be float32 or float64, got {found}")
+        came = validate.short(dtype) if found.kind == "O" else validate.cut(found)
+        raise TypeError(f"dtype must be float32 or float64, got {came}")
     return found

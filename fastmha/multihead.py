@@ -75,6 +75,7 @@ class MultiHeadAttention(AttentionModule):
     True
     """
 
+    @validate.own_keywords(validate.MODULE_NAMES)
     def __init__(self, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, use_bias: bool = False,
                  dtype: Any = np.float32, layout: str = "auto", algorithm: str = "auto", rng: Any = None) -> None:
         d_model = validate.size("d_model", d_model)
@@ -90,6 +91,7 @@ class MultiHeadAttention(AttentionModule):
         super().__init__(d_model, num_heads, num_kv_heads, self.head_dim, self.head_dim, d_model,
                          validate.flag("use_bias", use_bias), dtype, layout, algorithm, rng)
 
+    @validate.own_keywords(validate.FORWARD_NAMES)
     def forward(
         self, X: np.ndarray, mask: np.ndarray | None = None, *, context: np.ndarray | KVCache | None = None,
         is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,

@@ -16,9 +16,10 @@ from fastmha._core import Problem
 ALGORITHMS = ("auto", "blas", "tiled", "decode")
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
-_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS = _core.tile_sizes()
-_DECODE_ROWS = 8                    # query rows a key/value head up to which "auto" decodes
-DECODE_ROWS_MAX = 64
+_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
+# "auto" decodes up to so many query rows a key/value head, from so many bytes of a key and of all keys on: below, what an item
+# costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
+_DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
 # from where on "auto" has projections write heads contiguous: tokens, bytes a token and head, bytes a head
 _LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
 
@@ -86,16 +87,26 @@ class Plan:
 def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bool = False) -> tuple[str, dict[str, str]]:
     """The algorithm for a problem, and the reasons for and against each.
 
-    Looks at lengths, dtype and the instruction set alone: not at the batch size, not at threads, not at values.
+    Looks at lengths, widths, groups, dtype and the instruction set alone: not at the batch size, not at threads, not at values.
     """
-    _, H, Hkv, Lq, _, _, _ = problem.shape
+    _, H, Hkv, Lq, Lk, D, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
-    return _choose(rows, _core.fused_multiply_add(), algorithm, backward, weights)
+    if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
+        validate.choice("algorithm", algorithm, ALGORITHMS)
+    return _choose(rows, decode_pays(rows, Lk, D * problem.itemsize), _core.fused_multiply_add(), algorithm, backward, weights)
+
+
+def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
+    """Whether "decode" is the faster one for so many query rows a key/value head (Lq · H / Hkv) on Lk keys of so many bytes."""
+    for most, of_key, of_keys in _DECODE_FROM:
+        if rows <= most:
+            return key_bytes >= of_key and Lk * key_bytes >= of_keys
+    return False
 
 
 @lru_cache(maxsize=1024)
-def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
-    """`choose` for so many query rows a key/value head (Lq · H / Hkv), with fused multiply-add in the kernels or without."""
+def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
+    """`choose` for so many query rows a key/value head; whether "decode" pays there; with fused multiply-add or without."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
     against = {}
@@ -110,7 +121,7 @@ def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: boo
             raise ValueError(f'algorithm "{algorithm}" cannot serve this call: {against[algorithm]}')
         return algorithm, {n: "named by the caller" if n == algorithm else f"{algorithm} was named by the caller"
                            for n in (algorithm, *(n for n in ALGORITHMS[1:] if n != algorithm))}
-    if "decode" not in against and rows <= _DECODE_ROWS:
+    if "decode" not in against and pays:
         name, why = "decode", f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
     elif fused:
         name, why = "tiled", "scores never leave the caches, O(L) memory"
@@ -121,7 +132,8 @@ def _choose(rows: int, fused: bool, algorithm: str, backward: bool, weights: boo
     lanes = "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add"
     reasons.setdefault("tiled", lanes)
     many = f"{rows} query rows a key/value head: arithmetic is the limit, not memory"
-    reasons.setdefault("decode", against.get("decode", many))
+    small = f"for {rows} query rows a key/value head it needs more bytes of keys to pay"
+    reasons.setdefault("decode", against.get("decode", small if rows <= _DECODE_FROM[-1][0] else many))
     return name, reasons
 
 
@@ -220,7 +232,7 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     heads = per_block.sum(1)
     whole = tiled_whole_heads(problem, threads)
     tiles = -(-Lk // _TILE_KEYS)
-    return [5 * heads[:whole], np.repeat(4 * heads[whole:] / max(1, tiles), tiles), 3 * per_block[whole:].ravel()]
+    return [5 * heads[:whole], 3 * per_block[whole:].ravel(), np.repeat(4 * heads[whole:] / max(1, tiles), tiles)]
 
 
 def is_contiguous(x: np.ndarray) -> bool:

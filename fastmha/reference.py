@@ -246,14 +246,19 @@ def attention_backward(
     k, v = _per_query_head(k, heads), _per_query_head(v, heads)
     with np.errstate(all="ignore"):
         scores, slope, factor = _scores(q, k, gone, mask, scale, softcap)
-        # weights = softmax(scores)
-        weights = np.exp(scores - lse[..., None])
-        np.copyto(weights, 0, where=scores == -np.inf)
+        # weights = softmax(scores), by the sums of these scores: exp(scores - lse) errs by the rounding of lse, which has lost
+        # the number of keys where they all are one huge constant. lse says more only if it was taken over more keys than these:
+        # then it exceeds their own by more than rounding.
+        weights, own_lse = _softmax(scores)
+        slack = 16 * np.finfo(lse.dtype).eps * (1 + np.abs(lse))
+        of_more_keys = (own_lse < lse - slack)[..., None]
+        weights = np.where(of_more_keys, np.where(scores == -np.inf, 0, np.exp(scores - lse[..., None])), weights)
         # out = weights @ v
         grad_v = _sum_groups(_product(weights.swapaxes(-1, -2), grad_out, gone_t), kv_heads)
         grad_weights = grad_out @ v.swapaxes(-1, -2)
-        # d softmax; sum_j weights_ij grad_weights_ij = sum_c grad_out_ic out_ic
-        delta = (grad_out * out).sum(axis=-1, keepdims=True)
+        # d softmax; sum_j weights_ij grad_weights_ij = sum_c grad_out_ic out_ic, the sum over all keys that out was taken over
+        own_delta = np.where(scores == -np.inf, 0, weights * grad_weights).sum(axis=-1, keepdims=True)
+        delta = np.where(of_more_keys, (grad_out * out).sum(axis=-1, keepdims=True), own_delta)
         grad_scores = weights * (grad_weights - delta)
         # scores = softcap * tanh(product / softcap), then masked
         if slope is not None:

@@ -8,6 +8,9 @@ import numpy as np
 from fastmha import validate
 from fastmha.module import AttentionModule
 
+_NAMES = validate.MODULE_NAMES | dict.fromkeys(("num_heads", "num_kv_heads"), "fastmha.MultiHeadAttention has several heads") | {
+    "head_dim": "it is d_k here, d_v of the values", "kdim": "it is d_k here", "vdim": "it is d_v here"}
+
 
 class SelfAttention(AttentionModule):
     """One attention head with its projections, forward and backward.
@@ -43,6 +46,7 @@ class SelfAttention(AttentionModule):
     (1, 5, 32)
     """
 
+    @validate.own_keywords(_NAMES)
     def __init__(self, d_model: int, d_k: int, d_v: int, d_out: int | None = None, *, use_bias: bool = True,
                  dtype: Any = np.float32, rng: Any = None) -> None:
         sizes = {"d_model": d_model, "d_k": d_k, "d_v": d_v, "d_out": d_model if d_out is None else d_out}
@@ -50,6 +54,7 @@ class SelfAttention(AttentionModule):
         super().__init__(d_model, 1, 1, self.d_k, self.d_v, self.d_out, validate.flag("use_bias", use_bias), dtype, "strided",
                          "auto", rng)
 
+    @validate.own_keywords(validate.FORWARD_NAMES)
     def forward(self, X: np.ndarray, mask: np.ndarray | None = None, *, is_causal: bool = False,
                 key_padding_lengths: np.ndarray | None = None, need_weights: bool = False, training: bool = True) -> Any:
         """Attend.

@@ -73,15 +73,22 @@ def resolve(num_threads: int | None) -> int:
 def _environment_threads() -> int:
     own = os.environ.get("FASTMHA_NUM_THREADS")
     if own:
-        if not own.strip().isdecimal() or int(own) < 1:
-            raise ValueError(f"FASTMHA_NUM_THREADS must be a positive integer, got {own!r}")
-        return int(own)
-    shared = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()     # "4,2" is for nested regions
-    if shared.isdecimal() and int(shared) >= 1:
-        return int(shared)
+        wanted = _positive(own)
+        if wanted is None:
+            raise ValueError(f"FASTMHA_NUM_THREADS must be a positive integer, got {validate.short(own)}")
+        return wanted
+    shared = _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])     # "4,2" is for nested regions
+    if shared is not None:
+        return shared
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _positive(text: str) -> int | None:
+    """The positive integer that text is, None where it is none (or has more digits than any number of threads)."""
+    digits = text.strip()
+    return int(digits) or None if digits.isdecimal() and len(digits) <= 18 else None
 
 
 def bind_blas() -> str | None:

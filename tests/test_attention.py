@@ -621,6 +621,7 @@ def problems(draw_one):
     return arrays, keywords
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks as they are drawn
 @settings(max_examples=400, deadline=None, database=None)
 @given(st.sampled_from(ISAS), problems())
 def test_everything_at_once(isa, problem):

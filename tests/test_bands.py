@@ -200,6 +200,7 @@ HOLES = (
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # one of the masks removes everything
 @dtypes
 @pytest.mark.parametrize("which", HOLES)
 @pytest.mark.parametrize("kind", ["bool", "additive"])
@@ -216,6 +217,7 @@ def test_masks_that_remove_whole_tiles_and_all_but_one_pair(isa, dtype, kind, wh
         assert not results[2][empty].any()
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # one of the masks removes everything
 @dtypes
 @pytest.mark.parametrize("which", HOLES)
 @pytest.mark.parametrize("poison", POISONS)
@@ -256,6 +258,7 @@ bands = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # a row alone may attend nothing
 @dtypes
 @pytest.mark.parametrize("which", ISAS)
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -184,7 +184,7 @@ def test_k_and_v_are_views_until_a_ring_has_wrapped():
     ring = new(window=2, max_chunk=2)
     for i in range(3):
         ring.append(*tokens(2, i))
-        assert np.shares_memory(ring.k, ring._k) == (i < 2)
+        assert np.shares_memory(ring.k, ring._state.k) == (i < 2)
 
 
 def test_lengths_are_a_copy():
@@ -279,6 +279,28 @@ def test_new_tokens_of_any_strides_and_from_the_cache_itself():
     assert same_bits(ring.v[:, :, -4:], v[:, :, 4:])
 
 
+@pytest.mark.parametrize("keywords", [{}, {"capacity": 20}, {"window": 4, "max_chunk": 4}])
+@pytest.mark.parametrize("lengths", [None, [2, 4, 1]])
+def test_its_own_views_are_appended_as_they_were_also_crosswise(keywords, lengths):
+    for first, second in (("k", "v"), ("v", "k"), ("k", "k")):
+        cache, plain = (KVCache(B, HKV, D, **keywords) for _ in range(2))
+        for one in (cache, plain):
+            rng = np.random.default_rng(0)
+            for counts in (None, [4, 1, 3]):
+                one.append(*rng.standard_normal((2, B, HKV, 4, D)), counts)
+            one.truncate([6, 4, 5])
+        views = [getattr(cache, name)[:, :, start:start + 4] for name, start in ((first, 2), (second, 1))]
+        assert views[0].base is not None
+        assert views[1].base is not None
+        plain.append(*(view.copy() for view in views), lengths)
+        cache.append(*views, lengths)
+        assert cache.lengths.tolist() == plain.lengths.tolist()
+        assert cache.held.tolist() == plain.held.tolist()
+        for b, n in enumerate(cache.held):
+            assert same_bits(cache.k[b, :, :n], plain.k[b, :, :n])
+            assert same_bits(cache.v[b, :, :n], plain.v[b, :, :n])
+
+
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copy_is_independent_and_holds_the_same(duplicate):
     for keywords in ({"capacity": 9}, {}, {"window": 2, "max_chunk": 3}):
@@ -309,6 +331,10 @@ def test_empty_batches_and_empty_appends_work():
     cache.reorder(np.zeros(0, int))
     cache.truncate(1)
     assert cache.lengths.shape == (0,)
+    ring = new(batch=0, window=2, max_chunk=2)
+    for n in (1, 2, 2, 1):
+        ring.append(*tokens(n, batch=0))
+    assert ring.k.shape == (0, HKV, 0, D)
     cache = new()
     cache.append(*tokens(0))
     assert cache.k.shape == (B, HKV, 0, D)
@@ -386,8 +412,21 @@ CONSTRUCTION = [
     ((1, 2, 4), {"dtype": ">f4"}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got >f4"),
     ((1, 2, 4), {"dtype": "half-full"}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got 'half-full'"),
     ((1, 2, 4), {"dtype": None}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got None"),
-    ((2**20, 2**20, 4), {"capacity": 2**40}, ValueError, "a cache of batch_size 1048576, num_kv_heads 1048576, head_dim 4, "
-     "v_head_dim 4 and 1099511627776 tokens a row is beyond any memory"),
+    ((2**20, 2**20, 4), {"capacity": 2**30}, ValueError, "a cache of batch_size 1048576, num_kv_heads 1048576, head_dim 4, "
+     "v_head_dim 4 and 1073741824 tokens a row is beyond any memory"),
+    ((2**30, 2**30, 4), {}, ValueError, "a cache of batch_size 1073741824, num_kv_heads 1073741824, head_dim 4, v_head_dim 4 "
+     "and 1 tokens a row is beyond any memory"),
+    ((2**62, 2, 4), {}, ValueError, "batch_size must be at most 2147483583, got 4611686018427387904"),
+    ((np.uint64(2**64 - 1), 2, 4), {}, ValueError, "batch_size must be at most 2147483583, got 18446744073709551615"),
+    ((1, 2**62, 4), {}, ValueError, "num_kv_heads must be at most 2147483583, got 4611686018427387904"),
+    ((1, 2, 2**70), {}, ValueError, f"head_dim must be at most 715827861, got {2**70}"),
+    ((1, 2, 4), {"capacity": 2**70}, ValueError, f"capacity must be at most 2147483583, got {2**70}"),
+    ((1, 2, 4), {"window": 2**31}, ValueError, "window must be at most 2147483582, got 2147483648"),
+    ((1, 2, 4), {"window": 2**31 - 70, "max_chunk": 8}, ValueError,
+     "max_chunk must be at most 5 beside window = 2147483578, got 8"),
+    ((True, 2, 4), {}, TypeError, "batch_size must be an integer, got True"),
+    ((1, None, 4), {}, TypeError, "num_kv_heads must be an integer, got None"),
+    ((1, 2, 4), {"window": 3, "max_chunk": True}, TypeError, "max_chunk must be an integer, got True"),
 ]  # fmt: skip
 
 
@@ -413,6 +452,10 @@ APPEND = [
     ({"lengths": [1.0, 2.0, 3.0]}, TypeError, "lengths must be integers, got dtype float64"),
     ({"lengths": [1, 4, 0]}, ValueError, "lengths must lie in [0, n] = [0, 3], got 4 at index 1"),
     ({"lengths": [1, 2, -1]}, ValueError, "lengths must lie in [0, n] = [0, 3], got -1 at index 2"),
+    ({"lengths": [1, 2**63, 1]}, ValueError, "lengths must lie in [0, n] = [0, 3], got 9223372036854775808 at index 1"),
+    ({"lengths": np.ma.array([1, 2, 3])}, TypeError, "lengths must be a plain array, got a masked one, whose mask would be lost"),
+    ({"k": np.ma.array(K)}, TypeError, "k must be a plain array, got a masked one, whose mask would be lost"),
+    ({"v": np.ma.array(V)}, TypeError, "v must be a plain array, got a masked one, whose mask would be lost"),
 ]
 
 
@@ -445,10 +488,31 @@ CHANGES = [
     ("reorder", [0.0, 1.0, 2.0], TypeError, "indices must be integers, got dtype float64"),
     ("reorder", [0, 3, 1], ValueError, "indices must lie in [0, B - 1] = [0, 2], got 3 at index 1"),
     ("reorder", [0, 1, -1], ValueError, "indices must lie in [0, B - 1] = [0, 2], got -1 at index 2"),
-]
+    ("truncate", 2**70, ValueError, f"length must be at most the cache's length 3, got {2**70}"),
+    ("truncate", True, TypeError, "length must be an integer, got True"),
+    ("truncate", "2", TypeError, "length must be an integer, got '2'"),
+    *((method, argument, error, f"{name} {message}") for method, name, limit in (
+        ("truncate", "length", "the cache's length] = [0, 3]"), ("reorder", "indices", "B - 1] = [0, 2]"))
+      for argument, error, message in (
+        ([1, 2**70, 0], ValueError, f"must lie in [0, {limit}, got {2**70} at index 1"),
+        ([1, 2**63, -2], ValueError, f"must lie in [0, {limit}, got {2**63} at index 1"),
+        ([-2**70, 2**70, 0], ValueError, f"must lie in [0, {limit}, got {-2**70} at index 0"),
+        (np.array([1, 2, 2**64 - 1], np.uint64), ValueError, f"must lie in [0, {limit}, got {2**64 - 1} at index 2"),
+        ([True, False, True], TypeError, "must be integers, got dtype bool"),
+        ([None] * 3, TypeError, "must be integers, got dtype object"),
+        (["0", "1", "2"], TypeError, "must be integers, got dtype <U1"),
+        ([0, 1, 1.5], TypeError, "must be integers, got dtype float64"),
+        ([[0], [1, 2]], ValueError, "cannot be made an array: ..."),
+        (np.ma.array([0, 1, 2], mask=[0, 1, 0]), TypeError, "must be a plain array, got a masked one, whose mask would be lost"),
+    )),
+    ("reorder", None, TypeError, "indices must be integers, got dtype object"),
+    ("reorder", "012", TypeError, "indices must be integers, got dtype <U3"),
+    ("reorder", 2**70, TypeError, "indices must be integers, got dtype object"),
+    ("reorder", True, TypeError, "indices must be integers, got dtype bool"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "argument", "error", "message"), CHANGES, ids=[c[3] for c in CHANGES])
+@pytest.mark.parametrize(("method", "argument", "error", "message"), CHANGES, ids=[f"{c[0]} {c[1]}" for c in CHANGES])
 def test_truncate_and_reorder_refuse_and_leave_the_cache_as_it_was(method, argument, error, message):
     cache, model = new(), Model()
     cache.append(K, V, [3, 1, 2])

@@ -131,6 +131,7 @@ def test_the_mask_and_the_weights_span_all_keys(step, kind):
         assert_close(weights, whole_weights[:, :, i:j, :j])
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # a step attends nothing
 @pytest.mark.parametrize("step", [1, 2, 5])
 def test_over_a_ring_they_span_what_it_holds_and_of_a_longer_chunk_the_window_before_it(step):
     m, X, window, max_chunk = module(), normal(B, L, D_MODEL), 3, 2
@@ -232,7 +233,7 @@ ERRORS = [
     ({"mask": np.zeros((3, 7))}, TypeError, "mask must be bool ... got float64"),
     ({"X": X3[:, :, :5]}, ValueError, "X has width 5 on axis 2 but the module has d_model 24"),
     ({"is_causal": None}, TypeError, "is_causal must be True or False, got None"),
-    ({"window": (1, -1)}, ValueError, "window[1] (right) must be at least 0, got -1"),
+    ({"window": (1, -1)}, ValueError, "window[1] (right) must be at least 0, got -1: None ..."),
     ({"softcap": -1}, ValueError, "softcap must be a finite number > 0 or None, got -1"),
     ({"need_weights": 1}, TypeError, "need_weights must be True or False, got 1"),
     ({"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
@@ -294,10 +295,8 @@ def test_a_failure_on_the_way_leaves_the_cache_as_it_was(ring, fails, length, mo
             m.forward(X[:, 6 : 6 + length], cache=cache, **keywords, **({} if real else {"transform_qk": fail}))
     assert calls
     assert cache.lengths.tolist() == [6] * B
-    assert cache.capacity == other.capacity
-    held = int(cache.held[0])
-    assert held >= (2 if ring.get("window") else 6)
-    assert same_bits(cache.k, other.k[:, :, -held:])
+    assert cache.held.tolist() == [4 if ring.get("window") else 6] * B
+    assert_same_state(state_of(other), cache)
     for i in range(6, 10, 2):
         assert same_bits(m.forward(X[:, i : i + 2], cache=cache, **keywords), m.forward(X[:, i : i + 2], cache=other, **keywords))
 

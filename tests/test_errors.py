@@ -70,19 +70,29 @@ SHARED = {
         ValueError,
         r'q must have 4 axes \(B, L, H, D\) for layout "BLHD"',
     ),
-    "integers": ({"q": zeros(B, H, LQ, D, dtype=np.int64)}, TypeError, r"q must be float32 or float64.*got int64"),
+    "integers": (
+        {"q": zeros(B, H, LQ, D, dtype=np.int64)},
+        TypeError,
+        r"q must be float32 or float64.*got int64: cast it to float32, q\.astype\(np\.float32\)$",
+    ),
     "booleans": ({"v": zeros(B, HKV, LK, DV, dtype=bool)}, TypeError, r"v must be float32 or float64.*got bool"),
     "half precision": (
         {"k": zeros(B, HKV, LK, D, dtype=np.float16)},
         TypeError,
-        r"k must be float32 or float64.*got (.f2|float16)",
+        r"k must be .*got float16: cast it to float32, k\.astype\(np\.float32\); a KVCache may store float16$",
     ),
     "complex": (
         {"k": zeros(B, HKV, LK, D, dtype=np.complex64)},
         TypeError,
         r"k must be float32 or float64.*got complex64",
     ),
-    "objects": ({"q": None}, TypeError, r"q must be float32 or float64.*got object"),
+    "nothing": ({"q": None}, TypeError, r"q must be float32 or float64.*got None"),
+    "objects": ({"q": zeros(B, H, LQ, D, dtype=object)}, TypeError, r"q must be float32 or float64.*got object"),
+    "a list of integers": (
+        {"q": [[[[1, 2, 3]]]]},
+        TypeError,
+        r"q must be float32.*got int64: cast it to float32, np\.asarray\(q, np\.float32\)$",
+    ),
     "byte order": (
         {"q": zeros(B, H, LQ, D, dtype=np.dtype(np.float32).newbyteorder("S"))},
         TypeError,
@@ -104,7 +114,7 @@ SHARED = {
     "more heads in k than in q": (
         {"k": zeros(B, 8, LK, D), "v": zeros(B, 8, LK, DV)},
         ValueError,
-        r"k has 8 heads.*but q has 4",
+        r"k has 8 heads.*but q has 4: q's heads must be a multiple of k's$",
     ),
     "no heads in k": ({"k": zeros(B, 0, LK, D), "v": zeros(B, 0, LK, DV)}, ValueError, r"k has 0 heads.*but q has 4"),
     "heads of v": ({"v": zeros(B, H, LK, DV)}, ValueError, r'v has 4 heads on axis 1 of layout "BHLD" but k has 2'),
@@ -125,9 +135,24 @@ SHARED = {
     ),
     "width of k": ({"k": zeros(B, HKV, LK, D + 1)}, ValueError, r"k has width 4 on axis 3 but q has 3"),
     "layout unknown": ({"layout": "LBHD"}, ValueError, r"""layout must be "BHLD" or "BLHD", got 'LBHD'"""),
+    "q and k in the other layout": (
+        {"q": zeros(B, 3, 8, D), "k": zeros(B, 6, 8, D), "v": zeros(B, 6, 8, DV)},
+        ValueError,
+        r'k has 6 heads on axis 1 of layout "BHLD" but q has 3: .* multiple of k\'s: they would fit layout "BLHD"$',
+    ),
+    "q and k in the other of the layouts": (
+        {"layout": "BLHD", "q": zeros(B, 4, 3, D), "k": zeros(B, 2, 6, D), "v": zeros(B, 2, 6, DV)},
+        ValueError,
+        r'k has 6 heads on axis 2 of layout "BLHD" but q has 3: .* they would fit layout "BHLD"$',
+    ),
+    "layout a list": ({"layout": ["BHLD"]}, ValueError, r"""layout must be "BHLD" or "BLHD", got \['BHLD'\]"""),
+    "layout an array": ({"layout": np.array(["BHLD"])}, ValueError, r'layout must be "BHLD" or "BLHD", got array'),
     "layout not a name": ({"layout": None}, ValueError, r'layout must be "BHLD" or "BLHD", got None'),
     "algorithm unknown": ({"algorithm": "magic"}, ValueError, r"""algorithm must be "auto".*"blas".*got 'magic'"""),
     "algorithm not a name": ({"algorithm": 3}, ValueError, r"algorithm must be .*got 3"),
+    "algorithm a list": ({"algorithm": ["tiled"]}, ValueError, r"algorithm must be .*got \['tiled'\]"),
+    "algorithm an array": ({"algorithm": np.array("tiled")}, ValueError, r"algorithm must be .*got array"),
+    "algorithm a set": ({"algorithm": {"tiled"}}, ValueError, r"algorithm must be .*got \{'tiled'\}"),
     # masks
     "mask of one axis": (
         {"mask": zeros(LK, dtype=bool)},
@@ -205,9 +230,39 @@ SHARED = {
     ),
     "offset a truth value": ({"is_causal": True, "offset": True}, TypeError, r"offset must be an int.*got True"),
     "offset too large": (
-        {"is_causal": True, "offset": 2**62},
+        {"is_causal": True, "offset": 2**61 + 1},
         ValueError,
-        r"offset must lie within.*2\*\*59, got 4611686018427387904",
+        r"offset must lie within \+-2\*\*61, got 2305843009213693953",
+    ),
+    "offset beyond 64 bits": (
+        {"is_causal": True, "offset": 2**70},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got 1180591620717411303424",
+    ),
+    "offset of 5000 digits": (
+        {"is_causal": True, "offset": 10**5000},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got an integer of 16610 bits",
+    ),
+    "offsets beyond 64 bits": (
+        {"is_causal": True, "offset": [0, 2**70]},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got \[0, 1180591620717411303424\]",
+    ),
+    "offsets that int64 does not hold beside each other": (
+        {"is_causal": True, "offset": [2**63, -1]},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got \[9223372036854775808, -1\]",
+    ),
+    "offset unsigned and no int64": (
+        {"is_causal": True, "offset": np.array([2**63, 0], np.uint64)},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got array\(\[9223372036854775808, +0\]",
+    ),
+    "offsets of which one is none": (
+        {"is_causal": True, "offset": [0, None]},
+        TypeError,
+        r"offset must be an int or a \(B,\) array of ints, got \[0, None\]",
     ),
     "offset too small": ({"is_causal": True, "offset": np.array([0, -(2**62)])}, ValueError, r"offset must lie within"),
     "offset unsigned and too large": (
@@ -225,10 +280,17 @@ SHARED = {
         TypeError,
         r"window must be None or a pair.*got \(1, 2, 3\)",
     ),
+    "window a float": ({"window": 3.0, "offset": 0}, TypeError, r"window must be None or a pair.*got 3\.0"),
+    "window an array": ({"window": np.array([1, 2]), "offset": 0}, TypeError, r"window must be None or a pair.*got array"),
+    "window of huge negative": (
+        {"window": (0, -(10**5000)), "offset": 0},
+        ValueError,
+        r"window\[1\] \(right\) must be at least 0, got an integer of 16610 bits: None leaves",
+    ),
     "window negative to the left": (
         {"window": (-1, 0), "offset": 0},
         ValueError,
-        r"window\[0\] \(left\) must be at least 0, got -1",
+        r"window\[0\] \(left\) must be at least 0, got -1: None leaves a side unbounded$",
     ),
     "window negative to the right": (
         {"window": (0, -2), "offset": 0},
@@ -261,6 +323,11 @@ SHARED = {
         ValueError,
         r"key_padding_lengths must lie in.*got 18446744073709551615 at index 1",
     ),
+    "lengths beyond 64 bits": (
+        {"key_padding_lengths": [1, 2**70]},
+        ValueError,
+        r"key_padding_lengths must lie in \[0, Lk\] = \[0, 6\], got 1180591620717411303424 at index 1",
+    ),
     "lengths floats": (
         {"key_padding_lengths": [1.0, 2.0]},
         TypeError,
@@ -288,12 +355,15 @@ SHARED = {
     "scale an array": ({"scale": np.ones(2)}, TypeError, r"scale must be a finite number or None, got array"),
     "scale a truth value": ({"scale": True}, TypeError, r"scale must be a finite number or None, got True"),
     "scale complex": ({"scale": 1j}, TypeError, r"scale must be a finite number or None, got 1j"),
-    "scale beyond floats": ({"scale": 10**400}, ValueError, r"scale must be a finite number"),
+    "scale beyond floats": ({"scale": 10**400}, ValueError, r"scale must be a finite number.*which is beyond float32"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, r"scale must be .*None, got 1e\+39, which is beyond float32"),
     "softcap zero": ({"softcap": 0}, ValueError, r"softcap must be a finite number > 0 or None, got 0"),
     "softcap negative": ({"softcap": -1.5}, ValueError, r"softcap must be a finite number > 0 or None, got -1.5"),
     "softcap NaN": ({"softcap": math.nan}, ValueError, r"softcap must be a finite number > 0 or None, got nan"),
     "softcap a name": ({"softcap": "1"}, TypeError, r"softcap must be a finite number > 0 or None, got '1'"),
-    "softcap beyond floats": ({"softcap": 10**400}, ValueError, r"softcap must be a finite number"),
+    "softcap infinite": ({"softcap": math.inf}, ValueError, r"softcap must be a finite number > 0 or None, got inf"),
+    "softcap a truth value": ({"softcap": True}, TypeError, r"softcap must be a finite number > 0 or None, got True"),
+    "softcap minus what floats do not hold": ({"softcap": -(10**400)}, ValueError, r"softcap must be a finite number > 0"),
     "threads none": ({"num_threads": 0}, ValueError, r"num_threads must be at least 1, got 0"),
     "threads negative": ({"num_threads": -2}, ValueError, r"num_threads must be at least 1, got -2"),
     "threads a float": ({"num_threads": 2.0}, TypeError, r"num_threads must be an integer, got 2\.0"),
@@ -349,6 +419,18 @@ def test_offset_is_counted_from_zero_only_where_lengths_agree():
 
 def test_a_plan_needs_a_true_or_false_backward():
     fails(lambda: plan(backward=1), TypeError, r"backward must be True or False, got 1")
+
+
+@pytest.mark.parametrize("call", [attend, plan])
+@pytest.mark.parametrize("value", ["no", 0, 1, None, [], np.array([True])], ids=repr)
+def test_return_lse_is_true_or_false(call, value):
+    fails(lambda: call(return_lse=value), TypeError, r"return_lse must be True or False, got ")
+
+
+def test_numpys_truth_values_are_some():
+    q, k, v, _ = arrays()
+    assert isinstance(fastmha.attention(q, k, v, return_lse=np.True_), tuple)
+    assert isinstance(fastmha.attention(q, k, v, return_lse=np.False_), np.ndarray)
 
 
 # ----------------------------------------------------------------------------------------------------------------- out=
@@ -480,7 +562,22 @@ BACKWARD = {
         TypeError,
         r"lse has dtype float64 but q has float32",
     ),
-    "no lse": ({"lse": None}, TypeError, r"lse must be float32 or float64"),
+    "no lse": (
+        {"lse": None},
+        TypeError,
+        r"lse must be float32 or float64.*got None: attention\(\.\.\., return_lse=True\) returns it$",
+    ),
+    "no out": (
+        {"out": None},
+        TypeError,
+        r"out must be float32 or float64.*got None: attention\(\.\.\., return_lse=True\) returns it$",
+    ),
+    "no gradient": ({"grad_out": None}, TypeError, r"grad_out must be float32 or float64.*got None$"),
+    "lse of objects": (
+        {"lse": zeros(B, H, LQ, dtype=object)},
+        TypeError,
+        r"lse must be float32 or float64.*got object: attention\(\.\.\., return_lse=True\) returns it$",
+    ),
 }
 
 

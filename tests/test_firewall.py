@@ -335,6 +335,7 @@ def test_a_fully_masked_batch_row_beside_an_ordinary_one(isa, dtype, algorithm, 
     assert np.isneginf(results[1][0]).all()
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # as it is meant here
 @dtypes
 @algorithms
 def test_everything_masked(isa, dtype, algorithm, rng):

@@ -186,6 +186,7 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
         assert same_bits(lse, expected[1])
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
 @dtypes
 @kinds
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
@@ -208,6 +209,7 @@ def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):
         case(rng, Guard(kind), D + 5, 2, 2, Lq, Lk, 1 + 7 * D % 67, D, dtype, "BLHD", poison)
 
 
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
 @dtypes
 @kinds
 def test_attention_around_the_edges_of_tiles_and_chunks_stays_inside(isa, dtype, kind, rng):

@@ -161,13 +161,15 @@ def tiny(limits, monkeypatch):
     for name, value in {
         "LENGTHS": (32,), "DECODE_KEYS": 20, "CROSS": (12, 40), "CROSS_SQUARE": 22, "GROWTH_LENGTHS": (8, 16),
         "CAUSAL_AT": 8, "QUERIES": ((1, 2), (9, 1)), "KEYS": (5,), "CROSSOVER_WIDTHS": (8,), "REPEATS": 1,
+        "INPUT_LENGTH": 20,
+        "MANY_SHORT": ((2, 3, 3, 4, 4, 8), (5, 2, 1, 1, 3, 8)),
         "SQUARES": ((1, 2, 768, 8),), "SHOWN_THREADS": (1, 2), "DECODES": ((1, 4, 2, 20, 8),),
     }.items():
         monkeypatch.setattr(limits, name, value)
     monkeypatch.setattr(limits.time, "sleep", lambda seconds: None)
 
 
-@pytest.mark.parametrize("section", ["cliffs", "growth", "crossover", "balance", "calls"])
+@pytest.mark.parametrize("section", ["cliffs", "inputs", "growth", "crossover", "balance", "calls"])
 def test_a_section_prints_its_tables_and_writes_them(limits, tiny, section, tmp_path, capsys):
     status = limits.main(["--only", section, "--seconds", "0", "--json", str(tmp_path / "limits.json")])
     printed = capsys.readouterr().out

@@ -55,7 +55,17 @@ CONSTRUCTION = [
     ((8, 4), {"dtype": "nonsense"}, TypeError, "dtype must be float32 or float64, got 'nonsense'"),
     ((8, 4), {"layout": "BHLD"}, ValueError, 'layout must be "strided", "contiguous" or "auto", got \'BHLD\''),
     ((8, 4), {"layout": None}, ValueError, 'layout must be "strided", "contiguous" or "auto", got None'),
+    ((8, 4), {"layout": ["auto"]}, ValueError, 'layout must be "strided", "contiguous" or "auto", got [\'auto\']'),
     ((8, 4), {"algorithm": "fast"}, ValueError, "algorithm must be ... got 'fast'"),
+    ((8, 4), {"algorithm": ["tiled"]}, ValueError, "algorithm must be ... got ['tiled']"),
+    ((8, 4), {"use_bias": 1}, TypeError, "use_bias must be True or False, got 1"),
+    ((8, 4), {"dtype": "f4,,"}, TypeError, "dtype must be float32 or float64, got 'f4,,'"),
+    ((10**5000, 4), {}, ValueError, "d_model must be below 2**63, got an integer of 16610 bits"),
+    ((8, 4), {"rng": -1}, ValueError, "rng must be a seed (ints >= 0), a numpy.random.Generator or None, got -1"),
+    ((8, 4), {"rng": "seed"}, TypeError, "rng must be a seed (ints >= 0), ... got 'seed'"),
+    ((8, 4), {"rng": True}, TypeError, "rng must be a seed (ints >= 0), ... got True"),
+    ((8, 4), {"rng": [1, 2.5]}, TypeError, "rng must be a seed (ints >= 0), ... got [1, 2.5]"),
+    ((2**29, 1), {}, ValueError, "d_model 536870912 makes weights (536870912, 1610612736) and ...: beyond any memory"),
 ]
 
 
@@ -68,6 +78,41 @@ def test_construction(sizes, keywords, error, message):
 def test_a_module_too_large_for_any_memory_names_the_size():
     with pytest.raises(ValueError, match="d_model"):
         MultiHeadAttention(2**40, 1)
+
+
+def test_seeds_are_those_of_numpy():
+    for seed in (7, np.int64(7), [1, 2**70], np.array([3, 4]), np.random.SeedSequence(5)):
+        expected = np.random.default_rng(seed).standard_normal((8, 8)) * np.sqrt(2 / 16)
+        np.testing.assert_array_equal(MultiHeadAttention(8, 4, dtype=float, rng=seed).W_Q, expected)
+
+
+def test_a_list_that_holds_itself_is_no_seed():
+    seed = []
+    seed.append(seed)
+    with raises(ValueError, "rng must be a seed (ints >= 0), a numpy.random.Generator or None, got [[..."):
+        MultiHeadAttention(8, 4, rng=seed)
+
+
+def test_a_self_attention_names_what_it_refuses():
+    with raises(TypeError, "use_bias must be True or False, got 'no'"):
+        fastmha.SelfAttention(8, 4, 4, use_bias="no")
+    with raises(TypeError, "need_weights must be True or False, got 1"):
+        fastmha.SelfAttention(8, 4, 4, rng=0).forward(X, need_weights=1)
+
+
+def test_a_plan_beyond_any_memory_names_its_sizes(m):
+    with raises(ValueError, "batch_size 1099511627776 and a length of 1099 tokens are beyond any memory..."):
+        m.plan(2**40, 1099)
+    with raises(ValueError, "seq_len must be at most 2147483583, got 4294967296"):
+        m.plan(1, 2**32)
+
+
+@pytest.mark.parametrize("name", ["MultiHeadAttention", "SelfAttention"])
+def test_a_module_that_is_called_says_what_to_call(name):
+    m = getattr(fastmha, name)(8, 4, *([4] if name == "SelfAttention" else []), rng=0)
+    for arguments in ((X,), (X, X, X)):
+        with raises(TypeError, f"a {name} is not called itself: call its forward, m.forward(X)"):
+            m(*arguments)
 
 
 # ------------------------------------------------------------------------------------------------------------ forward
@@ -128,10 +173,10 @@ FORWARD = [
         {"is_causal": True, "offset": [0, 1, 2]}, ValueError,
         "offset must be an int or a (B,) = (2,) array of ints, got shape (3,)",
     ),
-    ({"is_causal": True, "offset": 2**60}, ValueError, "offset must lie within +-2**59, got 1152921504606846976"),
+    ({"is_causal": True, "offset": 2**62}, ValueError, "offset must lie within +-2**61, got 4611686018427387904"),
     ({"window": 3}, TypeError, "window must be None or a pair (left, right) of ints >= 0 or None, got 3"),
     ({"window": (1, 2, 3)}, TypeError, "window must be None or a pair (left, right) ... got (1, 2, 3)"),
-    ({"window": (-1, 0)}, ValueError, "window[0] (left) must be at least 0, got -1"),
+    ({"window": (-1, 0)}, ValueError, "window[0] (left) must be at least 0, got -1: None leaves a side unbounded"),
     ({"window": (0, 1.5)}, TypeError, "window[1] (right) must be an integer, got 1.5"),
     ({"key_padding_lengths": [4, 1]}, ValueError, "key_padding_lengths must lie in [0, Lk] = [0, 3], got 4 at index 0"),
     ({"key_padding_lengths": [1, -1]}, ValueError, "key_padding_lengths must ... = [0, 3], got -1 at index 1"),
@@ -144,6 +189,15 @@ FORWARD = [
     ({"softcap": "1"}, TypeError, "softcap must be a finite number > 0 or None, got '1'"),
     ({"need_weights": None}, TypeError, "need_weights must be True or False, got None"),
     ({"training": 0}, TypeError, "training must be True or False, got 0"),
+    ({"training": "no"}, TypeError, "training must be True or False, got 'no'"),
+    ({"need_weights": 1}, TypeError, "need_weights must be True or False, got 1"),
+    ({"is_causal": True, "offset": 10**5000}, ValueError, "offset must lie within +-2**61, got an integer of 16610 bits"),
+    ({"mask": np.ma.masked_array(np.zeros((L, L), bool))}, TypeError, "mask is a masked array, whose mask would be lost: ..."),
+    (
+        {"X": np.ma.masked_array(X)}, TypeError,
+        "X is a masked array, whose mask would be lost: pass X.filled(...)",
+    ),
+    ({"context": np.ma.masked_array(CONTEXT)}, TypeError, "context is a masked array, ... pass context.filled(...)"),
     ({"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
     ({"num_threads": 1.0}, TypeError, "num_threads must be an integer, got 1.0"),
     ({"num_threads": True}, TypeError, "num_threads must be an integer, got True"),
@@ -317,6 +371,13 @@ def test_loading_a_wrong_state_changes_nothing(m, change, error, message):
     state = {name: w + 1 for name, w in m.state_dict().items()}
     change(state)
     assert_refused(m, lambda: m.load_state_dict(state), error, message)
+
+
+def test_loading_ten_thousand_unknown_names_says_few_of_them(m):
+    state = m.state_dict() | {f"layer.{i}": 0 for i in range(10_000)}
+    with pytest.raises(ValueError, match=r"unknown layer\.0, layer\.1, .*\.\.\.$") as caught:
+        m.load_state_dict(state)
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("state", [None, 3, [1, 2]])

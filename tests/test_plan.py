@@ -70,8 +70,8 @@ def test_the_choice_does_not_change_from_call_to_call_and_layout_to_layout(isa, 
 
 @dtypes
 def test_the_choice_looks_at_lengths(isa, dtype):
-    assert plan(Lq=1, Lk=4096, dtype=dtype).algorithm == "decode"
-    assert plan(H=8, Hkv=1, Lq=1, Lk=4096, dtype=dtype).algorithm == "decode"
+    assert plan(Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
+    assert plan(H=8, Hkv=1, Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
     wide = "tiled" if _core.fused_multiply_add() else "blas"
     assert plan(Lq=64, Lk=4096, dtype=dtype).algorithm == wide
     assert plan(Lq=4096, dtype=dtype).algorithm == wide
@@ -80,6 +80,19 @@ def test_the_choice_looks_at_lengths(isa, dtype):
         alone = plan(H=1, Hkv=1, Lq=8 * Lq, Lk=600, dtype=dtype)
         group = plan(H=8, Hkv=1, Lq=Lq, Lk=600, dtype=dtype)
         assert alone.algorithm == group.algorithm
+
+
+@dtypes
+def test_many_short_sequences_are_not_decoded(isa, dtype):
+    """What an item costs counts: only keys of some length pay for it, the more so the more rows there are."""
+    wide = "tiled" if _core.fused_multiply_add() else "blas"
+    assert plan(H=4096, Lq=8, D=64, dtype=dtype).algorithm == wide
+    assert plan(B=64, H=8, Lq=3, D=160, dtype=dtype).algorithm == wide
+    assert plan(B=1000, Lq=1, D=8, dtype=np.float32).algorithm == wide
+    for D in (8, 64, 128):
+        for Lq in range(1, 9):
+            chosen = [plan(Lq=Lq, Lk=Lk, D=D, dtype=dtype).algorithm == "decode" for Lk in (1, 5, 30, 200, 1000, 9000)]
+            assert chosen == sorted(chosen)
 
 
 def test_decode_is_never_chosen_for_a_backward_pass(isa):

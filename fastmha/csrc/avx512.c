@@ -1,5 +1,7 @@
 /* AVX-512 (F, VL, BW, DQ), inside a fenced target region: nothing outside it may use these instructions. */
 #include "fastmha.h"
+#include "pool.h"
+#include "subnormals.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>

@@ -1,6 +1,8 @@
 /* The instruction set every CPU of the architecture has: SSE2 on x86-64, NEON on aarch64, else what the compiler makes
  * of 16-byte vectors. */
 #include "fastmha.h"
+#include "pool.h"
+#include "subnormals.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>

@@ -5,13 +5,13 @@
 #define DECODE_KEYS 256     /* keys whose scores are kept at a time: their values, fetched meanwhile, wait in the second cache */
 #define DECODE_VALUES 64    /* keys of one product with the values: sums of sums err less than one long sum */
 
-/* Elements of scratch a thread: q rows, scores, shrink, a copy of values, or what the tiled forward pass needs where it
+/* Elements of scratch a thread: q rows, scores, shrink and lift, a copy of values, or what the tiled forward pass needs where it
  * must step in; elements of one chunk's result: peak, total and sums of each row. */
 static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result)
 {
     ptrdiff_t rows = p->H / p->Hkv * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     *chunk_result = rows * (value_width + 2);
-    ptrdiff_t own = rows * (width + DECODE_KEYS + 1) + DECODE_VALUES * value_width + FMHA_NAME(computed_scratch)(p, DECODE_VALUES);
+    ptrdiff_t own = rows * (width + DECODE_KEYS + 2) + DECODE_VALUES * value_width + FMHA_NAME(computed_scratch)(p, DECODE_VALUES);
     ptrdiff_t tiled = FMHA_NAME(forward_scratch)(p);
     return own > tiled ? own : tiled;
 }
@@ -114,14 +114,15 @@ static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, 
     }
 }
 
-/* One chunk of keys for all rows of a group. Returns whether the sums are finite; careful: the firewall's path. */
+/* One chunk of keys for all rows of a group; lift NULL: 1. Returns what forward_block does; careful: the firewall's path. */
 static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, const REAL *q,
-                                   REAL *scores, REAL *shrink, REAL *copy, REAL *result, int careful)
+                                   const REAL *lift, REAL *scores, REAL *shrink, REAL *copy, REAL *result, int careful)
 {
     const fmha_problem *p = &t->p;
     ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ld;
     REAL *peak = result, *total = peak + rows, *out = total + rows;
     REAL *converted = copy + DECODE_VALUES * value_width;
+    int partly = 0;
     for (ptrdiff_t r = 0; r < rows; r++) {
         peak[r] = NEGATIVE_INFINITY;
         total[r] = 0;
@@ -129,8 +130,11 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS;
+        if (lift) fmha_keep_subnormal_operands();
         FMHA_NAME(decode_scores)(p, rows, n, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j), FMHA_NAME(stored_row)(p, &p->v, b, hkv, j),
                                  last - j, scores);
+        if (lift) FMHA_NAME(set_control)(p);
+        for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
         int touched = p->bool_mask.data || p->additive_mask.data;
         for (ptrdiff_t r = 0; r < rows; r++) {
             REAL *s = scores + r * DECODE_KEYS;
@@ -151,6 +155,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
             total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
             peak[r] = now;
         }
+        partly |= touched;
         for (ptrdiff_t e = 0; e < n; e += DECODE_VALUES) {
             ptrdiff_t part = n - e < DECODE_VALUES ? n - e : DECODE_VALUES;
             /* out (rows, Dv) <- shrink * out + probabilities (rows, keys) @ v (keys, Dv) */
@@ -170,7 +175,14 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
             }
         }
     }
-    return FMHA_NAME(all_finite)(rows, value_width, out, value_width);
+    int finite = FMHA_NAME(all_finite)(rows, value_width, out, value_width);
+    return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
+}
+
+/* Row r of a group's queries. */
+static inline const REAL *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t r)
+{
+    return (const REAL *)p->q.data + b * p->q.stride[0] + (hkv * (p->H / p->Hkv) + r / p->Lq) * p->q.stride[1] + r % p->Lq * p->q.stride[2];
 }
 
 static void FMHA_NAME(decode)(void *context, ptrdiff_t item, int worker)
@@ -180,18 +192,32 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t item, int worker)
     ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, width = ROUND_UP(p->D, LANES);
     ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / chunks / p->Hkv, hkv = item / chunks % p->Hkv;
     REAL *q = (REAL *)(t->scratch + worker * t->scratch_size), *scores = q + rows * width, *shrink = scores + rows * DECODE_KEYS;
-    REAL *copy = shrink + rows, *result = (REAL *)t->chunks + item * t->chunk_result;
+    REAL *lift = shrink + rows, *copy = lift + rows, *result = (REAL *)t->chunks + item * t->chunk_result;
     ptrdiff_t first = item % chunks * FMHA_CHUNK_KEYS, last = first + FMHA_CHUNK_KEYS, low, high;
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);
     if (last > high) last = high;
     if (first < low) first += (low - first) / DECODE_KEYS * DECODE_KEYS;
+    FMHA_NAME(begin_item)(p);
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    VEC squares = v_splat(0);
     for (ptrdiff_t r = 0; r < rows; r++) {
-        const REAL *from = (const REAL *)p->q.data + b * p->q.stride[0] + (hkv * group + r / p->Lq) * p->q.stride[1]
-                           + r % p->Lq * p->q.stride[2];
-        for (ptrdiff_t d = 0; d < width; d++) q[r * width + d] = d < p->D ? (REAL)p->scale * from[d] : 0;
+        const REAL *from = FMHA_NAME(decode_query)(p, b, hkv, r);
+        for (ptrdiff_t d = 0; d < width; d += LANES) {
+            VEC value = v_load_n(from + d, p->D - d, 0) * factor;
+            squares = squares + value * value;
+            v_store(q + r * width + d, value);
+        }
     }
-    if (!FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, scores, shrink, copy, result, 0))
-        FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, scores, shrink, copy, result, 1);
+    int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
+    for (ptrdiff_t r = 0; lifted && r < rows; r++) {
+        const REAL *from = FMHA_NAME(decode_query)(p, b, hkv, r);
+        lift[r] = FMHA_NAME(row_lift)(p->D, from, factor);
+        for (ptrdiff_t d = 0; d < p->D; d++) q[r * width + d] = (REAL)((double)factor / lift[r]) * from[d];
+        lift[r] *= rest;
+    }
+    if (!lifted) lift = NULL;
+    if (FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, lift, scores, shrink, copy, result, 0) == FMHA_NAME(partly))
+        FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, lift, scores, shrink, copy, result, 1);
 }
 
 /* Item: one key/value head. Partial softmaxes of the chunks become one, in their order. */
@@ -203,6 +229,8 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t item, int worker)
     ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / p->Hkv, hkv = item % p->Hkv;
     const REAL *results = (const REAL *)t->chunks + item * chunks * t->chunk_result;
     int finite = 1;
+    uint64_t tiny = 0;
+    FMHA_NAME(begin_item)(p);
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
         REAL *out = (REAL *)t->out.data + b * t->out.stride[0] + h * t->out.stride[1] + i * t->out.stride[2];
@@ -223,11 +251,14 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t item, int worker)
         }
         FMHA_NAME(divide_row)(p->Dv, out, total);
         finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
+        if (FMHA_NAME(tiny_row)(p->Dv, out) && total != 0) tiny |= (uint64_t)1 << r;
         if (t->lse) ((REAL *)t->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
     }
-    if (!finite) {
+    if (!finite || tiny) {
         FMHA_NAME(rows) block;
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        FMHA_NAME(large_rows)(t, &block, (REAL *)(t->scratch + worker * t->scratch_size));
+        REAL *scratch = (REAL *)(t->scratch + worker * t->scratch_size);
+        if (!finite) FMHA_NAME(large_rows)(t, &block, scratch);
+        if (tiny) FMHA_NAME(tiny_rows)(t, &block, tiny, scratch);
     }
 }

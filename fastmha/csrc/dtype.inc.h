@@ -20,6 +20,11 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .multiply = FMHA_NAME(multiply),
     .add_bias = FMHA_NAME(add_bias),
     .add_nonfinite = FMHA_NAME(add_nonfinite),
+    .exceeds = FMHA_NAME(exceeds),
+    .tiny_row = FMHA_NAME(tiny_row),
+    .nonzero = FMHA_NAME(nonzero),
+    .lift_rows = FMHA_NAME(lift_rows),
+    .lower_row = FMHA_NAME(lower_row),
     .tiled_forward = FMHA_NAME(tiled_forward),
     .forward_scratch = FMHA_NAME(forward_scratch),
     .tiled_weights = FMHA_NAME(tiled_weights),
@@ -45,6 +50,14 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef EXP_BIAS
 #undef EXP_MAGIC
 #undef EXP_LOW
+#undef EXP_NORMAL
+#undef POWER
+#undef LARGE_POWER
+#undef HUGE_POWER
+#undef SUBNORMAL_LIFT
+#undef LARGEST
+#undef SMALLEST_NORMAL
+#undef LARGEST_CAP
 #undef EXP_HIGH
 #undef LOG2_E
 #undef LN2_HIGH
@@ -76,6 +89,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_select
 #undef v_greater
 #undef v_equal
+#undef i_greater
 #undef v_max
 #undef v_min
 #undef v_round
@@ -86,5 +100,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef X86_PREFIX
 #undef HAVE_TRANSPOSE
 #undef v_prefetch
+#undef v_any
+#undef v_abs
 #undef v_load_n
 #undef v_store_n

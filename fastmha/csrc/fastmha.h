@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define FMHA_UNBOUNDED ((int64_t)1 << 60)       /* a window side that removes nothing; offset + it cannot overflow */
+#define FMHA_UNBOUNDED ((int64_t)1 << 62)       /* a window side that removes nothing; offset (below 2^61) + it cannot overflow */
 
 /* An array (B, H, L, width) with unit last stride, or a mask (B, H, Lq, Lk); stride 0 where an axis is broadcast. */
 typedef struct {
@@ -39,12 +39,19 @@ typedef struct {
 
 #define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
+#define FMHA_ROW_STATE 3        /* numbers that the first of two backward passes leaves for each row */
+#define FMHA_DECODE_ROWS 64     /* query rows a key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
+
+/* The size of an operand from which on it is treated apart: half of the exponents of its type lie beyond it or its inverse. */
+#define FMHA_LARGE(is_double) ((is_double) ? 0x1p480 : 0x1p60)
 
 /* Scratch up to here is kept from one run to the next; not in a checked build, which watches its ends. */
 #ifdef FMHA_CHECKED
+#define FMHA_IS_CHECKED 1
 #define FMHA_KEPT_BYTES 0
 #else
+#define FMHA_IS_CHECKED 0
 #define FMHA_KEPT_BYTES (8 << 20)
 #endif
 
@@ -60,6 +67,7 @@ typedef struct {
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
     int mode;                   /* backward only */
     ptrdiff_t first_head;       /* backward only: the key/value head (of B * Hkv) of item 0 */
+    char *row_states;           /* backward in two passes only: three numbers for each row of (B, H, Lq) */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
     char *chunks;               /* decode: one result a chunk of keys, chunk_result elements each */
@@ -95,6 +103,15 @@ typedef struct {
      * by_key 0: c[i, :] += alpha * a[i, j] * x[j, :] (x has a row for every key); by_key 1: c[j, :] += alpha * a[i, j] * x[i, :]. */
     void (*add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha, const void *a,
                           const void *x, ptrdiff_t ldx, ptrdiff_t width, void *c, ptrdiff_t ldc);
+
+    /* Whether |factor * x| reaches bound somewhere (finite elements alone count). */
+    int (*exceeds)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, double factor, double bound);
+    /* Values so small that subnormal operands and terms count: rows of such results are computed again, unless all values are 0,
+     * from values that lift_rows has multiplied by a power of 2, and lower_row divides. */
+    int (*tiny_row)(ptrdiff_t n, const void *x);
+    int (*nonzero)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx);
+    void (*lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    void (*lower_row)(ptrdiff_t n, const void *x, const void *divisor, void *to);
 
     /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
@@ -133,6 +150,16 @@ typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_ISA_COUNT } fmha_isa;
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double);
 int fmha_isa_runs(fmha_isa isa);
 const char *fmha_isa_name(fmha_isa isa);
+
+/* What of the scale is folded into the queries, or into a product by BLAS: all of it, or where it is so tiny that it might count as
+ * 0, so much that the rest, by which the scores are multiplied then, is 2^-100 (float64: 2^-900). */
+static inline double fmha_folded_scale(const fmha_problem *p, int is_double, double *rest)
+{
+    double lift = is_double ? 0x1p900 : 0x1p100;
+    int tiny = p->scale != 0 && p->scale * lift < 1 && p->scale * lift > -1;
+    *rest = tiny ? 1 / lift : 1;
+    return tiny ? p->scale * lift : p->scale;
+}
 
 /* The keys [*j0, *j1) that query i of batch row b may attend as far as window, causality and padding say; none if *j1 <= *j0. */
 static inline void fmha_row_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t i, ptrdiff_t *j0, ptrdiff_t *j1)

@@ -8,24 +8,54 @@
      close the gate (slots = 0)                   close the gate, active - 1: it has left
      wait until active = 0                        spin, then sleep
 
-   The caller waits for those who joined and for nobody else: a worker that the system has put aside costs nothing. */
+   The caller waits for those who joined and for nobody else: a worker that the system has put aside costs nothing.
+
+   A run can be stopped: the caller asks now and then whether it is to be, and sets a flag of the run that all look at. */
 #define _POSIX_C_SOURCE 200809L
 
 #include "pool.h"
+#include "subnormals.h"
 
-static int run_serially(fmha_task task, void *context, ptrdiff_t items)
-{
-    for (ptrdiff_t item = 0; item < items; item++)
-        task(context, item, 0);
-    return 1;
-}
+#include <stdint.h>
+#include <time.h>
+
+#define ASK_NANOSECONDS 50000000
 
 #if defined(FMHA_NO_THREADS) || defined(_WIN32) || defined(__STDC_NO_ATOMICS__)
+
+/* Tasks of several Python threads may run at a time also here, each serially in its caller. */
+#if defined(_MSC_VER)
+#define THREAD_LOCAL __declspec(thread)
+#else
+#define THREAD_LOCAL _Thread_local
+#endif
+
+static int (*volatile question)(void);
+static THREAD_LOCAL int stopped;
+static THREAD_LOCAL clock_t asked;
+
+void fmha_pool_ask(int (*asks)(void)) { question = asks; }
+
+int fmha_pool_stopped(void)
+{
+    int (*const asks)(void) = question;
+    if (!stopped && asks && clock() - asked > CLOCKS_PER_SEC / 20) {
+        stopped = asks() != 0;
+        asked = clock();
+    }
+    return stopped;
+}
 
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
 {
     (void)threads;
-    return run_serially(task, context, items);
+    const uint64_t before = fmha_flush_subnormals();
+    stopped = 0;
+    asked = clock();
+    for (ptrdiff_t item = 0; item < items && !fmha_pool_stopped(); item++)
+        task(context, item, 0);
+    fmha_set_control(before);
+    return !stopped;
 }
 
 int fmha_pool_workers(void) { return 0; }
@@ -34,16 +64,16 @@ void fmha_pool_shutdown(void) {}
 
 #else
 
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <time.h>
 
 enum {
     MOST_WORKERS = 1023,
     SPIN_NANOSECONDS = 50000, /* about what it costs to sleep and be woken again */
     LOOKS_PER_CLOCK = 32,     /* looks at the gate between two looks at the clock */
+    LOOKS_PER_QUESTION = 4,   /* looks at the flag between two looks at the clock */
     CACHE_LINE = 64
 };
 
@@ -61,6 +91,7 @@ static struct {
     ptrdiff_t items; /* the job: written with the gate closed and nobody active, read by those who joined */
     fmha_task task;
     void *context;
+    atomic_int *stop; /* of the job */
     _Alignas(CACHE_LINE) pthread_mutex_t running; /* held by the thread whose run this is, or by shutdown */
     pthread_mutex_t lock;                         /* for sleeping; never held while a task runs */
     pthread_cond_t wake, done;
@@ -91,6 +122,51 @@ static inline void pause_briefly(void)
 #endif
 }
 
+/* ------------------------------------------------------------------------------------------------------------- stopping */
+
+static _Atomic(int (*)(void)) question;
+static _Thread_local atomic_int *stop_flag; /* of the run that this thread works on, NULL outside runs */
+static _Thread_local int64_t ask_at;        /* when its caller asks next; 0 in workers */
+static _Thread_local unsigned looks;        /* the clock costs as much as a tiny item */
+
+void fmha_pool_ask(int (*asks)(void)) { atomic_store(&question, asks); }
+
+/* The caller puts the question. Relaxed throughout: the flag carries no data, and whoever sees it late stops late. */
+static void ask(void)
+{
+    int (*const asks)(void) = atomic_load_explicit(&question, memory_order_relaxed);
+    if (asks && asks())
+        atomic_store_explicit(stop_flag, 1, memory_order_relaxed);
+    ask_at = nanoseconds() + ASK_NANOSECONDS;
+}
+
+int fmha_pool_stopped(void)
+{
+    if (!stop_flag)
+        return 0;
+    if (ask_at && ++looks % LOOKS_PER_QUESTION == 0 && nanoseconds() > ask_at)
+        ask();
+    return atomic_load_explicit(stop_flag, memory_order_relaxed);
+}
+
+static int run_serially(fmha_task task, void *context, ptrdiff_t items)
+{
+    const uint64_t before = fmha_flush_subnormals();
+    atomic_int *const outer_flag = stop_flag; /* of a run whose task calls this one */
+    const int64_t outer_ask = ask_at;
+    atomic_int stop = 0;
+    stop_flag = &stop;
+    ask_at = nanoseconds() + ASK_NANOSECONDS;
+    for (ptrdiff_t item = 0; item < items && !fmha_pool_stopped(); item++)
+        task(context, item, 0);
+    stop_flag = outer_flag;
+    ask_at = outer_ask;
+    fmha_set_control(before);
+    return !atomic_load_explicit(&stop, memory_order_relaxed);
+}
+
+/* ----------------------------------------------------------------------------------------------------------------- items */
+
 /* Takes items until there are none, then closes the gate, so that nobody joins for nothing. */
 static void work(int worker)
 {
@@ -98,9 +174,14 @@ static void work(int worker)
     void *const context = pool.context;
     const ptrdiff_t items = pool.items;
     ptrdiff_t item;
+    const uint64_t before = fmha_flush_subnormals();
+    stop_flag = pool.stop;
     /* Relaxed: the counter only deals out numbers; the gate carries the data. */
-    while ((item = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < items)
+    while ((item = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < items && !fmha_pool_stopped())
         task(context, item, worker);
+    if (worker)
+        stop_flag = NULL;
+    fmha_set_control(before);
     /* Relaxed: slots only fall during a run, so a 0 seen here is final, and closing publishes nothing. */
     if (atomic_load_explicit(&pool.gate, memory_order_relaxed) & SLOT_FIELD)
         atomic_fetch_and_explicit(&pool.gate, ~SLOT_FIELD, memory_order_relaxed);
@@ -207,8 +288,18 @@ static void await_workers(void)
     pthread_mutex_lock(&pool.lock);
     /* Relaxed: who leaves last after this step finds the flag in the same word, and signals under the lock. */
     atomic_fetch_or_explicit(&pool.gate, CALLER_SLEEPS, memory_order_relaxed);
-    while (atomic_load_explicit(&pool.gate, memory_order_acquire) & ACTIVE_FIELD)
-        pthread_cond_wait(&pool.done, &pool.lock);
+    while (atomic_load_explicit(&pool.gate, memory_order_acquire) & ACTIVE_FIELD) {
+        struct timespec until; /* of the clock that condition variables go by; a step of it delays one question */
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += ASK_NANOSECONDS;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        if (pthread_cond_timedwait(&pool.done, &pool.lock, &until) == ETIMEDOUT) {
+            pthread_mutex_unlock(&pool.lock); /* the answer may take its time, and a worker that leaves takes the lock */
+            ask();
+            pthread_mutex_lock(&pool.lock);
+        }
+    }
     pthread_mutex_unlock(&pool.lock);
 }
 
@@ -266,6 +357,9 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
     pool.task = task;
     pool.context = context;
     pool.items = items;
+    atomic_int stop = 0;
+    pool.stop = &stop;
+    ask_at = nanoseconds() + ASK_NANOSECONDS;
     atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
     atomic_store(&pool.gate, (unsigned)slots * SLOT); /* releases the job; see sleep_till_called for the stronger order */
     const int awake = atomic_load_explicit(&pool.workers, memory_order_relaxed) - atomic_load(&pool.sleeping);
@@ -274,8 +368,10 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
 
     work(0);
     await_workers();
+    stop_flag = NULL;
+    ask_at = 0;
     pthread_mutex_unlock(&pool.running);
-    return slots + 1;
+    return atomic_load_explicit(&stop, memory_order_relaxed) ? 0 : slots + 1;
 }
 
 int fmha_pool_workers(void) { return atomic_load_explicit(&pool.workers, memory_order_relaxed); }

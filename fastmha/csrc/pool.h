@@ -11,9 +11,18 @@ typedef void (*fmha_task)(void *context, ptrdiff_t item, int worker);
    them. Returns when all have ended; what the tasks wrote is then visible to the caller. Items are handed out in increasing
    order by an atomic counter. Serial in the caller where threads <= 1, items <= 1, the pool is busy with another run (another
    Python thread, or a nested call from inside a task), after shutdown, or where no thread can be started.
-   Returns how many threads took part at most (1 = serial).
-   A process may fork at any time, from any thread that is not inside a task: the child begins with no workers. */
+   Returns how many threads took part at most (1 = serial), 0 if the run was stopped.
+   A process may fork at any time, from any thread that is not inside a task: the child begins with no workers.
+   Tasks run with subnormal numbers flushed to 0 (subnormals.h). A run that is to stop (below) hands out no more items. */
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads);
+
+/* The question that the thread that called puts about every 50 ms of a run, inside it and outside any task's locks: an answer
+   other than 0 stops the run. Process-wide; NULL: never asked. */
+void fmha_pool_ask(int (*question)(void));
+
+/* Inside a task, between blocks of milliseconds at most: whether the run is to stop. The task then returns at once, and what
+   it should have written is undefined. */
+int fmha_pool_stopped(void);
 
 /* Threads alive now, without the caller: 0 before the first parallel run. */
 int fmha_pool_workers(void);

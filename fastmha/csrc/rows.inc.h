@@ -82,9 +82,10 @@ static inline void FMHA_NAME(mask_row)(const fmha_problem *p, const fmha_block *
 {
     ptrdiff_t n = high - low;
     if (p->softcap != 0) {
-        VEC cap = v_splat(p->softcap), inverse = v_splat(1 / p->softcap);
-        for (ptrdiff_t j = 0; j < n; j += LANES)
-            v_store_n(s + j, cap * FMHA_NAME(tanh)(v_load_n(s + j, n - j, 0) * inverse), n - j);
+        for (ptrdiff_t j = 0; j < n; j += LANES) {
+            VEC unused, capped = FMHA_NAME(soft_capped)(v_load_n(s + j, n - j, 0), p->softcap, &unused);
+            v_store_n(s + j, capped, n - j);
+        }
     }
     if (p->additive_mask.data) {
         const ptrdiff_t *stride = p->additive_mask.stride, step = stride[3];
@@ -145,6 +146,13 @@ static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *bloc
     }
 }
 
+/* Whether a row's lse was taken over more keys than those whose scores give `own`: then it says what they cannot, and exceeds own
+ * by more than rounding. */
+static inline int FMHA_NAME(of_more_keys)(REAL lse, REAL own)
+{
+    return own - lse < -16 * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
+}
+
 /* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
  * With p_j = exp(s_j - peak) * factor, t_j = tanh(product_j / softcap): g_j <- p_j (g_j - delta) (1 - t_j^2); delta is
  * sum_k p_k g_k, or *outer_delta. */
@@ -196,21 +204,19 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         REAL *slope = NULL;
         if (p->softcap != 0) {      /* behind the two blocks: rows x ld of scratch for d(capped) / d(product) */
             slope = (REAL *)grad_weights + block->rows * block->ld;
-            VEC inverse = v_splat(1 / p->softcap);
             for (ptrdiff_t j = 0; j < n; j += LANES) {
-                VEC t = FMHA_NAME(tanh)(v_load_n(s + j, n - j, 0) * inverse);
+                VEC t;
+                FMHA_NAME(soft_capped)(v_load_n(s + j, n - j, 0), p->softcap, &t);
                 v_store_n(slope + j, v_splat(1) - t * t, n - j);
             }
         }
         FMHA_NAME(mask_row)(p, block, i, low + block->j0, high + block->j0, s);
-        /* The row's own sum is exact to rounding where exp(s - lse) errs by the rounding of lse, |lse| times as much. lse
-         * says more only if it was taken over more keys than these: then it differs by more than its rounding. */
+        /* The row's own sum is exact to rounding where exp(s - lse) errs by the rounding of lse, |lse| times as much. */
         REAL peak = FMHA_NAME(row_peak)(n, s), total = 0;
         VEC sum = v_splat(0);
         for (ptrdiff_t j = 0; j < n; j += LANES) sum = sum + FMHA_NAME(exp)(v_load_n(s + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
         total = FMHA_NAME(sum)(sum);
-        REAL size = lse[r] < 0 ? -lse[r] : lse[r], apart = peak + REAL_LOG(total) - lse[r];
-        if (apart < 0 ? -apart < 16 * REAL_EPSILON * (1 + size) : apart < 16 * REAL_EPSILON * (1 + size)) {
+        if (!FMHA_NAME(of_more_keys)(lse[r], peak + REAL_LOG(total))) {
             FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
         } else {
             const REAL *o = (const REAL *)out->data + block->b * out->stride[0] + block->h * out->stride[1] + i * out->stride[2];
@@ -281,7 +287,36 @@ static int FMHA_NAME(removed)(const fmha_problem *p, const fmha_block *block, pt
            && ((const REAL *)p->additive_mask.data)[block->b * a[0] + block->h * a[1] + i * a[2] + j * a[3]] == NEGATIVE_INFINITY;
 }
 
-/* Rare and slow on purpose: only rows of x that hold a NaN or Inf, only pairs that may attend, only those elements. */
+static inline int FMHA_NAME(all_nan)(ptrdiff_t n, const REAL *x)
+{
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC value = v_load_n(x + j, n - j, (REAL)NAN);
+        if (v_any(v_equal(value, value))) return 0;
+    }
+    return 1;
+}
+
+static inline int FMHA_NAME(has_nan)(ptrdiff_t n, const REAL *x)
+{
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC value = v_load_n(x + j, n - j, 0);
+        if (v_any(~v_equal(value, value))) return 1;
+    }
+    return 0;
+}
+
+/* c (width) <- c + factor * x where x is not finite. Returns whether c is NaN throughout, which no more additions change, if that
+ * is asked for. */
+static inline int FMHA_NAME(add_nonfinite_row)(ptrdiff_t width, REAL factor, const REAL *x, REAL *c, int ask)
+{
+    for (ptrdiff_t d = 0; d < width; d += LANES) {
+        VEC value = v_load_n(x + d, width - d, 0), sum = v_load_n(c + d, width - d, 0);
+        v_store_n(c + d, v_select(v_equal(value - value, v_splat(0)), sum, sum + value * factor), width - d);
+    }
+    return ask && FMHA_NAME(all_nan)(width, c);
+}
+
+/* Rare: only rows of x that hold a NaN or Inf, only pairs that may attend, only those elements. */
 static void FMHA_NAME(add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha,
                                      const void *a_, const void *x_, ptrdiff_t ldx, ptrdiff_t width, void *c_,
                                      ptrdiff_t ldc)
@@ -293,12 +328,78 @@ static void FMHA_NAME(add_nonfinite)(const fmha_problem *p, const fmha_block *bl
         if (FMHA_NAME(all_finite)(1, width, x, ldx)) continue;
         for (ptrdiff_t t = 0; t < inner; t++) {
             ptrdiff_t r = by_key ? s : t, n = by_key ? t : s;
-            if (FMHA_NAME(removed)(p, block, block->i0 + r, block->j0 + n)) continue;
-            REAL *c = (REAL *)c_ + t * ldc, factor = (REAL)alpha * a[r * block->ld + n];
-            for (ptrdiff_t w = 0; w < width; w++)
-                if (x[w] - x[w] != 0) c[w] += factor * x[w];
+            REAL *c = (REAL *)c_ + t * ldc, factor = a[r * block->ld + n];
+            if (c[0] != c[0] && FMHA_NAME(all_nan)(width, c)) continue;
+            /* a removed pair has 0, but not only those have */
+            if (factor == 0 && FMHA_NAME(removed)(p, block, block->i0 + r, block->j0 + n)) continue;
+            FMHA_NAME(add_nonfinite_row)(width, (REAL)alpha * factor, x, c, 0);
         }
     }
+}
+
+/* Whether some finite element of x times factor is of that size or beyond. */
+static int FMHA_NAME(exceeds)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx, double factor, double bound)
+{
+    VEC most = v_splat(LARGEST), least = v_splat(bound);
+    REAL size = (REAL)(factor < 0 ? -factor : factor);
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t j = 0; j < cols; j += LANES) {
+            VEC x = v_abs(v_load_n((const REAL *)x_ + i * ldx + j, cols - j, 0));
+            if (v_any(~v_greater(least, x * size) & ~v_greater(x, most) & v_equal(x, x))) return 1;
+        }
+    return 0;
+}
+
+/* Whether all of the row is so small that operands or terms which count as 0 for being subnormal may be missing in it. */
+static inline int FMHA_NAME(tiny_row)(ptrdiff_t n, const void *x)
+{
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC size = v_abs(v_load_n((const REAL *)x + j, n - j, 0));
+        if (v_any(~v_greater(v_splat(1 / POWER(80)), size))) return 0;
+    }
+    return n > 0;
+}
+
+/* x times SUBNORMAL_LIFT, a subnormal x by its bits (to compute with it is slow, where it does not count as 0). What becomes too
+ * large is limited: it would have made the row that it is summed in anything but tiny. */
+static inline VEC FMHA_NAME(lifted)(VEC x)
+{
+    IVEC bits = v_bits(x), sign = bits & i_splat(SIGN_BIT), size = bits & ~i_splat(SIGN_BIT);
+    IVEC subnormal = i_greater(i_splat((INT)1 << EXP_SHIFT), size);
+    /* under the exponent of 1, the bits of a subnormal number are its multiple of 2^-EXP_SHIFT, and 1 */
+    VEC small = v_from_bits((size & subnormal) | v_bits(v_splat(1))) - v_splat(1);
+    small = v_from_bits(v_bits(small * (SMALLEST_NORMAL * SUBNORMAL_LIFT)) | sign);
+    VEC large = v_max(v_min(x * SUBNORMAL_LIFT, v_splat(LARGEST)), v_splat(-LARGEST));
+    return v_select(subnormal, small, large);
+}
+
+/* Whether there is a number other than 0, subnormal ones counted. */
+static int FMHA_NAME(nonzero)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx)
+{
+    IVEC all = i_splat(0);
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t j = 0; j < cols; j += LANES) all |= v_bits(v_abs(v_load_n((const REAL *)x_ + i * ldx + j, cols - j, 0)));
+    return v_any(i_greater(all, i_splat(0)));
+}
+
+/* y (rows, cols) <- SUBNORMAL_LIFT * x, 0 for what is not finite. */
+static void FMHA_NAME(lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx, void *y_, ptrdiff_t ldy)
+{
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t j = 0; j < cols; j += LANES) {
+            VEC x = v_load_n((const REAL *)x_ + i * ldx + j, cols - j, 0);
+            x = v_select(v_equal(x - x, v_splat(0)), FMHA_NAME(lifted)(x), v_splat(0));
+            v_store_n((REAL *)y_ + i * ldy + j, x, cols - j);
+        }
+}
+
+/* to <- x / divisor / SUBNORMAL_LIFT, rounded once where that is subnormal. */
+static void FMHA_NAME(lower_row)(ptrdiff_t n, const void *x_, const void *divisor, void *to)
+{
+    const REAL *x = x_;
+    fmha_keep_subnormals();
+    for (ptrdiff_t d = 0; d < n; d++) ((REAL *)to)[d] = x[d] / *(const REAL *)divisor * (1 / SUBNORMAL_LIFT);
+    fmha_flush_subnormals();
 }
 
 static void FMHA_NAME(exponential)(ptrdiff_t n, const void *x_, void *y_)

@@ -12,7 +12,9 @@ typedef double FMHA_NAME(other);
 typedef float FMHA_NAME(other);
 #endif
 
-/* float16: exponent and mantissa move to float32's places; times 2^112 they are right, subnormals too, but for Inf and NaN. */
+/* float16: exponent and mantissa move to float32's places, 112 is added to the exponent; 112 once more for Inf and NaN. A
+ * subnormal one gets the exponent of the smallest normal one and loses that one's implicit 1 by a subtraction: no float32 on the
+ * way is subnormal, which would count as 0. */
 static inline REAL FMHA_NAME(stored_value)(const int type, const char *x)
 {
     if (type == FMHA_SAME) {
@@ -31,11 +33,14 @@ static inline REAL FMHA_NAME(stored_value)(const int type, const char *x)
     memcpy(&bits, x, sizeof bits);
     wide = (uint32_t)bits << 16;
     if (type == FMHA_HALF) {
-        wide = (uint32_t)(bits & 0x7fff) << 13;
-        memcpy(&value, &wide, sizeof value);
-        value *= 0x1p112f;
-        memcpy(&wide, &value, sizeof value);
-        if ((bits & 0x7c00) == 0x7c00) wide |= 0x7f800000u;
+        wide = ((uint32_t)(bits & 0x7fff) << 13) + (112u << 23);
+        if ((bits & 0x7c00) == 0x7c00) wide += 112u << 23;
+        if ((bits & 0x7c00) == 0) {
+            wide += 1u << 23;
+            memcpy(&value, &wide, sizeof value);
+            value -= 0x1p-14f;
+            memcpy(&wide, &value, sizeof value);
+        }
         wide |= (uint32_t)(bits & 0x8000) << 16;
     }
     memcpy(&value, &wide, sizeof value);
@@ -61,8 +66,10 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(stored_load)(const in
     typedef float floats __attribute__((vector_size(LANES * 4)));
     words bits = __builtin_convertvector(*(const halves *)x, words), wide = bits << 16;
     if (type == FMHA_HALF) {
-        wide = (words)((floats)((bits & 0x7fff) << 13) * 0x1p112f);
-        wide |= ((words)((bits & 0x7c00) == 0x7c00) & 0x7f800000) | (bits & 0x8000) << 16;
+        words subnormal = (words)((bits & 0x7c00) == 0);
+        wide = ((bits & 0x7fff) << 13) + (112 << 23) + ((words)((bits & 0x7c00) == 0x7c00) & (112 << 23));
+        floats small = (floats)(wide + (1 << 23)) - 0x1p-14f;
+        wide = (subnormal & (words)small) | (~subnormal & wide) | (bits & 0x8000) << 16;
     }
     return __builtin_convertvector((floats)wide, VEC);
 #endif

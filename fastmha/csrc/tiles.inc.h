@@ -212,11 +212,14 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
     return *count > 0;
 }
 
-/* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. */
-static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL factor,
+/* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Returns a number below HUGE_POWER if all that was
+ * packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
+static REAL FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL factor,
                                        REAL *packed)
 {
     ptrdiff_t queries = block->queries;
+    REAL rest = 0;
+    VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         const REAL *row[LANES];
         ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, d = 0;
@@ -230,14 +233,63 @@ static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_
             VEC part[LANES];
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(row[l] + d) * factor : v_splat(0);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
             FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
         }
 #endif
         for (; d < width; d++)
-            for (ptrdiff_t l = 0; l < LANES; l++) packed[d * queries + q + l] = l < rows ? factor * row[l][d] : 0;
+            for (ptrdiff_t l = 0; l < LANES; l++) {
+                REAL value = l < rows ? factor * row[l][d] : 0;
+                packed[d * queries + q + l] = value;
+                rest += value * value;
+            }
     }
+    return rest + FMHA_NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3]));
+}
+
+static inline REAL FMHA_NAME(folded_scale)(const fmha_problem *p, REAL *rest)
+{
+    double left, factor = fmha_folded_scale(p, FMHA_REAL == 64, &left);
+    *rest = (REAL)left;
+    return (REAL)factor;
+}
+
+/* The power of 2 that is taken out of a row of queries which, times factor, would be so large that it, or products with it, might
+ * overflow where the scores do not; else 1. */
+static REAL FMHA_NAME(row_lift)(ptrdiff_t D, const REAL *q, REAL factor)
+{
+    double size = 0;
+    for (ptrdiff_t d = 0; d < D; d++)
+        if (q[d] - q[d] == 0) size = fmax(size, fabs((double)q[d]));
+    int of_q, exponent;
+    frexp(size, &of_q);
+    frexp((double)factor, &exponent);
+    exponent += of_q - ilogb((double)LARGE_POWER);
+    if (size == 0 || exponent <= 0) return 1;
+    return (REAL)ldexp(1, exponent < ilogb((double)HUGE_POWER) ? exponent : ilogb((double)HUGE_POWER));
+}
+
+/* packed^T (D, queries) <- scale * q / lift, where the lift of row r, a power of 2, is what its scores must be multiplied by. Every
+ * row has its own, so that none depends on its company. Returns whether there are lifts other than 1. */
+static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
+{
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    int some = !(FMHA_NAME(pack_transposed)(block, &p->q, p->D, factor, packed) < HUGE_POWER);
+    if (!some && rest == 1) return 0;
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        lift[r] = rest;
+        if (!some || r >= block->rows) continue;
+        const REAL *q = (const REAL *)p->q.data + block->b * p->q.stride[0] + block->head[r] * p->q.stride[1]
+                        + block->query[r] * p->q.stride[2];
+        REAL own = FMHA_NAME(row_lift)(p->D, q, factor);
+        if (own == 1) continue;
+        lift[r] *= own;
+        for (ptrdiff_t d = 0; d < p->D; d++) packed[d * block->queries + r] = (REAL)((double)factor / own) * q[d];
+    }
+    return 1;
 }
 
 /* Rows [j, j + n) of a key/value head as rows of whole vectors: where they lie, or padded with zeros in `copy`. */
@@ -371,11 +423,10 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
         ptrdiff_t low = block->low[v], high = block->high[v];
         REAL *column = s + v * LANES;
         if (p->softcap != 0) {
-            VEC cap = v_splat(p->softcap), inverse = v_splat(1 / p->softcap), one = v_splat(1);
             for (ptrdiff_t k = low; k < high; k++) {
-                VEC t = FMHA_NAME(tanh)(v_load(column + k * queries) * inverse);
-                v_store(column + k * queries, cap * t);
-                if (slope) v_store(slope + k * queries + v * LANES, one - t * t);
+                VEC t, capped = FMHA_NAME(soft_capped)(v_load(column + k * queries), p->softcap, &t);
+                v_store(column + k * queries, capped);
+                if (slope) v_store(slope + k * queries + v * LANES, v_splat(1) - t * t);
             }
         }
         if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
@@ -424,19 +475,60 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
                                 s + k * queries + v0 * LANES, queries);
 }
 
+/* The pool lets subnormal operands count as 0; but a float32 that is converted to float64 as it is loaded counts. */
+static inline void FMHA_NAME(begin_item)(const fmha_problem *p)
+{
+    if (FMHA_REAL == 64 && p->stored != FMHA_SAME) fmha_keep_subnormal_operands();
+}
+
+static inline void FMHA_NAME(set_control)(const fmha_problem *p)
+{
+    fmha_flush_subnormals();
+    FMHA_NAME(begin_item)(p);
+}
+
+/* scores^T (keys, queries) <- lift * (k (keys, D) @ packed^T (D, queries)); lift NULL: 1. With a row as large as LARGE_POWER, keys
+ * below the smallest normal number count. */
+static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, const REAL *keys, ptrdiff_t ld,
+                                          const REAL *packed, const REAL *lift, REAL *s)
+{
+    if (lift) fmha_keep_subnormal_operands();
+    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s);
+    if (!lift) return;
+    FMHA_NAME(set_control)(p);
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        VEC factor = v_load(lift + v * LANES);
+        for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+            REAL *at = s + k * block->queries + v * LANES;
+            v_store(at, v_load(at) * factor);
+        }
+    }
+}
+
+/* Whether row r of the block may not attend key j; factor: what the pair has in the product, 0 if it is removed, but not only then
+ * (and anything where a band leaves it out of the tile's work). */
+static inline int FMHA_NAME(pair_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j, REAL factor)
+{
+    if (j < block->row0[r] || j >= block->row1[r]) return 1;
+    if (factor != 0 || (!p->bool_mask.data && !p->additive_mask.data)) return 0;
+    fmha_block pair = {.b = block->b, .h = block->head[r]};
+    return FMHA_NAME(removed)(p, &pair, block->query[r], j);
+}
+
 /* The contributions of non-finite rows of x to a product over a tile, allowed pairs only, one pair after the other.
  * c[r, :] += a[j, r] * x[j, :]. */
 static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
                                       const REAL *x, ptrdiff_t ldx, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
 {
+    unsigned char done[BLOCK_ROWS] = {0};       /* rows of c that are NaN throughout: nothing changes them */
     for (ptrdiff_t k = 0; k < n; k++) {
         const REAL *row = x + k * ldx;
         if (FMHA_NAME(all_finite)(1, width, row, ldx)) continue;
+        int ask = FMHA_NAME(has_nan)(width, row);
         for (ptrdiff_t r = 0; r < block->rows; r++) {
-            fmha_block pair = {.b = block->b, .h = block->head[r]};
-            if (FMHA_NAME(removed)(p, &pair, block->query[r], j + k)) continue;
-            for (ptrdiff_t d = 0; d < width; d++)
-                if (row[d] - row[d] != 0) c[r * ldc + d] += a[k * block->queries + r] * row[d];
+            REAL factor = a[k * block->queries + r];
+            if (!done[r] && !FMHA_NAME(pair_removed)(p, block, r, j + k, factor))
+                done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + r * ldc, ask);
         }
     }
 }
@@ -444,11 +536,11 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
 /* ------------------------------------------------------------------------------------------------------------- forward */
 
 /* Scratch of one thread, in REALs: packed^T (D, queries), scores^T (keys, queries), out (queries, value width), values
- * (keys, value width) where they must be copied, three vectors of queries, keys or values where they must be converted. */
+ * (keys, value width) where they must be copied, four vectors of queries, keys or values where they must be converted. */
 static ptrdiff_t FMHA_NAME(forward_scratch)(const fmha_problem *p)
 {
     ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
-    return (p->D + TILE_KEYS + value_width + 3) * BLOCK_ROWS + TILE_KEYS * value_width + FMHA_NAME(computed_scratch)(p, TILE_KEYS);
+    return (p->D + TILE_KEYS + value_width + 4) * BLOCK_ROWS + TILE_KEYS * value_width + FMHA_NAME(computed_scratch)(p, TILE_KEYS);
 }
 
 /* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
@@ -513,42 +605,68 @@ static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(r
     }
 }
 
-/* One block against all its keys, the probabilities multiplied by `factor`. Returns whether the result is finite; careful:
- * the firewall's path, see below. */
-static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int careful, REAL factor)
+/* What a pass over a block's keys is for, beside the ordinary one. */
+enum {
+    FMHA_NAME(careful) = 1,     /* the firewall: zeros for what is not finite in partly removed tiles, and the allowed pairs added */
+    FMHA_NAME(reduced) = 2,     /* probabilities so small that no sum of finite values overflows */
+    FMHA_NAME(raised) = 4       /* values times SUBNORMAL_LIFT */
+};
+/* What it found. */
+enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };      /* the sums are finite; some tile was touched by masks or ranges */
+
+/* The factor that makes sums over all keys finite. */
+static inline REAL FMHA_NAME(reduction)(const fmha_problem *p)
+{
+    REAL factor = (REAL)0.5;
+    for (ptrdiff_t n = 1; n < p->Lk; n *= 2) factor /= 2;
+    return factor;
+}
+
+/* One block against all its keys. */
+static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch, int purpose)
 {
     const fmha_problem *p = &t->p;
     ptrdiff_t queries = block->queries, value_width = block->value_width, ld, ldv;
     REAL *packed = scratch, *s = packed + p->D * BLOCK_ROWS, *out = s + TILE_KEYS * BLOCK_ROWS;
-    REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS;
-    REAL *copy = scale + BLOCK_ROWS, *converted = copy + TILE_KEYS * value_width;
-    FMHA_NAME(pack_transposed)(block, &p->q, p->D, (REAL)p->scale, packed);
+    REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS, *lift = scale + BLOCK_ROWS;
+    REAL *copy = lift + BLOCK_ROWS, *converted = copy + TILE_KEYS * value_width;
+    if (!FMHA_NAME(pack_queries)(p, block, packed, lift)) lift = NULL;
     for (ptrdiff_t q = 0; q < queries; q++) {
         peak[q] = NEGATIVE_INFINITY;
         total[q] = 0;
     }
     memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
+    int partly = 0;
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
-    for (ptrdiff_t start = block->j0 / TILE_KEYS * TILE_KEYS; start < block->j1; start += TILE_KEYS) {
+    for (ptrdiff_t start = block->j0 / TILE_KEYS * TILE_KEYS; start < block->j1 && !fmha_pool_stopped(); start += TILE_KEYS) {
         /* Keys before j0 are left out; an even number of them, or the sums of even and odd keys would change places. */
         ptrdiff_t j = start < block->j0 ? block->j0 / 2 * 2 : start;
         ptrdiff_t n = (block->j1 < start + TILE_KEYS ? block->j1 : start + TILE_KEYS) - j;
-        int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0;
+        int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0, careful = touched && (purpose & FMHA_NAME(careful));
         if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
+        partly |= touched;
         const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(product_scores)(block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, p->D, keys, ld, packed, s);
+        FMHA_NAME(tile_scores)(p, block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, keys, ld, packed, lift, s);
         /* Where a band ends in the tile, each vector of rows works on its own keys: from an even one on, as above. */
         if (touched || p->softcap != 0) {
             banded = FMHA_NAME(set_spans)(block, j, n, 2);
             FMHA_NAME(mask_tile)(p, block, j, s, NULL);
         }
         FMHA_NAME(softmax_block)(block, banded, n, s, peak, total, scale);
-        if (factor != 1)
+        if (purpose & FMHA_NAME(reduced)) {
+            REAL factor = FMHA_NAME(reduction)(p);
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
+        }
         /* out (queries, Dv) <- scale * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
-        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld);
-        const REAL *rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !(careful && touched), copy, &ldv);
+        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld), *rows = copy;
+        ldv = value_width;
+        if (purpose & FMHA_NAME(raised)) {
+            memset(copy, 0, (size_t)(n * value_width) * sizeof(REAL));
+            FMHA_NAME(lift_rows)(n, p->Dv, values, ld, copy, value_width);
+        } else {
+            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, copy, &ldv);
+        }
         if (!banded) FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, scale);
         for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
             ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
@@ -556,10 +674,10 @@ static int FMHA_NAME(forward_block)(const fmha_tiled *t, FMHA_NAME(rows) *block,
             if (many) FMHA_NAME(product_columns)(own, value_width, many, s + low * queries + q, queries, rows + low * ldv, ldv,
                                                  out + q * value_width, value_width, scale + q);
         }
-        if (careful && touched)
-            FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
+        if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
     }
-    return FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+    int finite = FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+    return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
 }
 
 static inline void FMHA_NAME(write_lse)(const fmha_tiled *t, const FMHA_NAME(rows) *block, ptrdiff_t r, REAL peak, REAL total)
@@ -569,35 +687,68 @@ static inline void FMHA_NAME(write_lse)(const fmha_tiled *t, const FMHA_NAME(row
     *lse = total == 0 ? NEGATIVE_INFINITY : (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
 }
 
-/* The block's rows of out and lse from its sums; with a factor other than 1 only what is not finite in out. */
-static void FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const REAL *scratch, REAL factor)
+static inline REAL *FMHA_NAME(out_row)(const fmha_tiled *t, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    return (REAL *)t->out.data + block->b * t->out.stride[0] + block->head[r] * t->out.stride[1] + block->query[r] * t->out.stride[2];
+}
+
+/* The block's rows of out and lse from its sums, in scratch where forward_block has left them. Returns which rows are tiny: a bit
+ * each. */
+static uint64_t FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const REAL *scratch)
 {
     const fmha_problem *p = &t->p;
     const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *peak = out + block->value_width * BLOCK_ROWS;
     const REAL *total = peak + BLOCK_ROWS;
+    uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        REAL *to = (REAL *)t->out.data + block->b * t->out.stride[0] + block->head[r] * t->out.stride[1]
-                   + block->query[r] * t->out.stride[2];
-        const REAL *from = out + r * block->value_width;
-        if (factor != 1) {      /* what is finite already, and lse, stay as they are */
-            for (ptrdiff_t d = 0; d < p->Dv; d++)
-                if (to[d] - to[d] != 0) to[d] = from[d] / total[r] / factor;
-            continue;
-        }
-        memcpy(to, from, (size_t)p->Dv * sizeof(REAL));
+        REAL *to = FMHA_NAME(out_row)(t, block, r);
+        memcpy(to, out + r * block->value_width, (size_t)p->Dv * sizeof(REAL));
         FMHA_NAME(divide_row)(p->Dv, to, total[r]);
         FMHA_NAME(write_lse)(t, block, r, peak[r], total[r]);
+        if (FMHA_NAME(tiny_row)(p->Dv, to) && total[r] != 0) tiny |= (uint64_t)1 << r;
+    }
+    return tiny;
+}
+
+/* Of the values of the keys that the block attends: whether some finite one is so large that sums may overflow; or, where it is
+ * not `large` that counts, whether one is not 0. */
+static int FMHA_NAME(some_value)(const fmha_problem *p, const FMHA_NAME(rows) *block, int large, REAL *scratch)
+{
+    REAL *converted = scratch + (p->D + TILE_KEYS + block->value_width + 4) * BLOCK_ROWS + TILE_KEYS * block->value_width;
+    for (ptrdiff_t j = block->j0, n; j < block->j1; j += n) {
+        ptrdiff_t ld;
+        n = block->j1 - j < TILE_KEYS ? block->j1 - j : TILE_KEYS;
+        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld);
+        if (large ? FMHA_NAME(exceeds)(n, p->Dv, values, ld, 1, LARGE_POWER) : FMHA_NAME(nonzero)(n, p->Dv, values, ld)) return 1;
+    }
+    return 0;
+}
+
+/* Sums of large finite values may overflow before the division: what is not finite in out again, with probabilities so small that
+ * no sum can. What is finite already, and lse, stay as they are. */
+static void FMHA_NAME(large_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch)
+{
+    const fmha_problem *p = &t->p;
+    if (!FMHA_NAME(some_value)(p, block, 1, scratch)) return;
+    const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *total = out + (block->value_width + 1) * BLOCK_ROWS;
+    REAL factor = FMHA_NAME(reduction)(p);
+    FMHA_NAME(forward_block)(t, block, scratch, FMHA_NAME(careful) | FMHA_NAME(reduced));
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = FMHA_NAME(out_row)(t, block, r);
+        for (ptrdiff_t d = 0; d < p->Dv; d++)
+            if (to[d] - to[d] != 0) to[d] = out[r * block->value_width + d] / total[r] / factor;
     }
 }
 
-/* Sums of large finite values may overflow before the division: rows that are not finite again, with probabilities so
- * small that no sum can. */
-static void FMHA_NAME(large_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, REAL *scratch)
+/* The tiny rows again, from values so much larger that nothing of them is lost. */
+static void FMHA_NAME(tiny_rows)(const fmha_tiled *t, FMHA_NAME(rows) *block, uint64_t tiny, REAL *scratch)
 {
-    REAL factor = (REAL)0.5;
-    for (ptrdiff_t n = 1; n < t->p.Lk; n *= 2) factor /= 2;
-    FMHA_NAME(forward_block)(t, block, scratch, 1, factor);
-    FMHA_NAME(write_block)(t, block, scratch, factor);
+    const fmha_problem *p = &t->p;
+    const REAL *out = scratch + (p->D + TILE_KEYS) * BLOCK_ROWS, *total = out + (block->value_width + 1) * BLOCK_ROWS;
+    if (!FMHA_NAME(some_value)(p, block, 0, scratch)) return;
+    FMHA_NAME(forward_block)(t, block, scratch, FMHA_NAME(careful) | FMHA_NAME(raised));
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (tiny >> r & 1) FMHA_NAME(lower_row)(p->Dv, out + r * block->value_width, total + r, FMHA_NAME(out_row)(t, block, r));
 }
 
 /* The block of rows that a forward item is. */
@@ -618,10 +769,13 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
     const fmha_tiled *t = context;
     REAL *scratch = (REAL *)(t->scratch + worker * t->scratch_size);
     FMHA_NAME(rows) block;
+    FMHA_NAME(begin_item)(&t->p);
     FMHA_NAME(item_rows)(t, item, &block);
-    int finite = FMHA_NAME(forward_block)(t, &block, scratch, 0, 1) || FMHA_NAME(forward_block)(t, &block, scratch, 1, 1);
-    FMHA_NAME(write_block)(t, &block, scratch, 1);
-    if (!finite) FMHA_NAME(large_rows)(t, &block, scratch);
+    int found = FMHA_NAME(forward_block)(t, &block, scratch, 0);
+    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly)) found = FMHA_NAME(forward_block)(t, &block, scratch, FMHA_NAME(careful));
+    uint64_t tiny = FMHA_NAME(write_block)(t, &block, scratch);
+    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(t, &block, scratch);
+    if (tiny) FMHA_NAME(tiny_rows)(t, &block, tiny, scratch);
 }
 
 /* ------------------------------------------------------------------------------------------- forward with the weights */
@@ -630,7 +784,9 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
 static ptrdiff_t FMHA_NAME(weights_scratch)(const fmha_problem *p)
 {
     ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
-    return (p->D + p->Lk + value_width + 3) * BLOCK_ROWS + p->Lk * value_width + FMHA_NAME(computed_scratch)(p, p->Lk);
+    ptrdiff_t own = (p->D + p->Lk + value_width + 4) * BLOCK_ROWS + p->Lk * value_width + FMHA_NAME(computed_scratch)(p, p->Lk);
+    ptrdiff_t forward = FMHA_NAME(forward_scratch)(p);      /* of tiny_rows */
+    return own > forward ? own : forward;
 }
 
 /* weights[r, j0 : j0 + n] <- column r of probabilities^T (n, queries), zeros at the other keys. */
@@ -667,27 +823,28 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
     const fmha_tiled *t = context;
     const fmha_problem *p = &t->p;
     FMHA_NAME(rows) block;
+    FMHA_NAME(begin_item)(p);
     FMHA_NAME(item_rows)(t, item, &block);
     ptrdiff_t queries = block.queries, value_width = block.value_width, ldk, ldv, ld;
     ptrdiff_t j0 = block.j0, n = block.j1 - block.j0;
     REAL *packed = (REAL *)(t->scratch + worker * t->scratch_size), *s = packed + p->D * BLOCK_ROWS, *out = s + p->Lk * BLOCK_ROWS;
-    REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS, *copy = scale + BLOCK_ROWS;
-    REAL *converted = copy + p->Lk * value_width;
+    REAL *peak = out + value_width * BLOCK_ROWS, *total = peak + BLOCK_ROWS, *scale = total + BLOCK_ROWS, *lift = scale + BLOCK_ROWS;
+    REAL *copy = lift + BLOCK_ROWS, *converted = copy + p->Lk * value_width;
     const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block.b, block.hkv, j0, n, p->D, converted, &ldk);
-    FMHA_NAME(pack_transposed)(&block, &p->q, p->D, (REAL)p->scale, packed);
+    if (!FMHA_NAME(pack_queries)(p, &block, packed, lift)) lift = NULL;
     for (ptrdiff_t q = 0; q < queries; q++) {
         peak[q] = NEGATIVE_INFINITY;
         total[q] = 0;
     }
     int touched = FMHA_NAME(touched)(p, &block, j0, n);
-    for (ptrdiff_t j = 0; j < n; j += TILE_KEYS) {
+    for (ptrdiff_t j = 0; j < n && !fmha_pool_stopped(); j += TILE_KEYS) {
         ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
-        /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(product_rows)(part, queries, p->D, keys + j * ldk, ldk, packed, queries, s + j * queries, queries);
         for (ptrdiff_t v = 0; v < queries / LANES; v++) {
             block.low[v] = 0;
             block.high[v] = part;
         }
+        /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+        FMHA_NAME(tile_scores)(p, &block, 0, part, keys + j * ldk, ldk, packed, lift, s + j * queries);
         if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, &block, j0 + j, s + j * queries, NULL);
     }
     FMHA_NAME(softmax_block)(&block, 0, n, s, peak, total, scale);
@@ -708,31 +865,45 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, &block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block.rows, p->Dv, out, value_width)) break;
     }
+    uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block.rows; r++) {
-        memcpy((REAL *)t->out.data + block.b * t->out.stride[0] + block.head[r] * t->out.stride[1] + block.query[r] * t->out.stride[2],
-               out + r * value_width, (size_t)p->Dv * sizeof(REAL));
+        memcpy(FMHA_NAME(out_row)(t, &block, r), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
         FMHA_NAME(write_lse)(t, &block, r, peak[r], total[r]);
+        if (FMHA_NAME(tiny_row)(p->Dv, out + r * value_width) && total[r] != 0) tiny |= (uint64_t)1 << r;
     }
+    if (tiny) FMHA_NAME(tiny_rows)(t, &block, tiny, (REAL *)(t->scratch + worker * t->scratch_size));
 }
 
 /* ------------------------------------------------------------------------------------------------------------ backward
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
  * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block, so that one
- * pass over a head (mode FMHA_WHOLE) and two passes, over key tiles for dK and dV and over blocks for dQ, give the same
- * bits: the second way recomputes scores, for when there are fewer heads than threads. */
+ * pass over a head (mode FMHA_WHOLE) and two passes, over blocks for dQ and over key tiles for dK and dV, give the same
+ * bits: the second way recomputes scores, for when there are fewer heads than threads.
+ *
+ * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
+ * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
+ * ordinary scores give has its own sums taken over all its keys first (own_sums): P = exp(S - peak) / total, and delta = sum(P dP).
+ * Rows between, such as those of peaked scores, take lse, add up the P that come of it, and only where the sum is not 1 to the
+ * rounding of lse are own sums taken and the work is done again. Each row decides by itself. */
 
-/* Packed operands of one block: q^T scaled (D, queries), grad_out^T (Dv, queries), lse and delta (queries). */
+#define FAR_LSE 8               /* beyond the log of the number of keys, or below 0: the sum of P is looked at */
+#define HUGE_LSE 256            /* |lse| from where on no lse is taken; from FAR_LSE on where "decode" may have written it */
+
+/* Packed operands of one block: q^T scaled (D, queries), grad_out^T (Dv, queries); of each row P = exp(score - shift) * inverse,
+ * delta, the lift of its scores, and the sum of P so far. kind: of the block, a sum of BLOCK_... below. */
 typedef struct {
-    REAL *q, *grad_out, *lse, *delta;
+    REAL *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind;
 } FMHA_NAME(packed);
+
+enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is not 1; inverse may not be 1, and sum counts */
 
 /* Scratch of one thread, in REALs; rows: of the packed operands and of grad_q that are kept at a time. */
 static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
 {
     ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     ptrdiff_t rows = mode == FMHA_WHOLE ? ROUND_UP(p->H / p->Hkv * p->Lq, BLOCK_ROWS) + BLOCK_ROWS : BLOCK_ROWS;
-    return rows * (p->D + p->Dv + width + 2)                    /* packed operands, grad_q */
+    return rows * (p->D + p->Dv + width + 6)                    /* packed operands (with one kind a row), grad_q */
            + TILE_KEYS * BLOCK_ROWS * 3                         /* scores, grad_scores, slopes */
            + TILE_KEYS * (2 * width + value_width)              /* grad_k, copy of k; grad_v */
            + BLOCK_ROWS * (width + value_width);                /* copies of q and grad_out */
@@ -741,6 +912,8 @@ static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
 typedef struct {
     const fmha_tiled *t;
     REAL *scores, *grad_scores, *slopes, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
+    REAL far_above;             /* lse beyond it is far */
+    int few;                    /* the rows are so few that "decode" may have made their lse */
     int q_finite, k_finite, grad_out_finite;
 } FMHA_NAME(backward);
 
@@ -749,22 +922,139 @@ static inline const REAL *FMHA_NAME(row_of)(const fmha_array *x, const FMHA_NAME
     return (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2];
 }
 
-static void FMHA_NAME(prepare_block)(const fmha_tiled *t, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to)
+static inline ptrdiff_t FMHA_NAME(row_at)(const fmha_tiled *t, const FMHA_NAME(rows) *block, ptrdiff_t r)
 {
+    return (block->b * t->p.H + block->head[r]) * t->p.Lq + block->query[r];
+}
+
+/* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; returns whether a band leaves some
+ * vector less than the whole tile, or -1 if masks remove all of it. */
+static int FMHA_NAME(backward_scores)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
+                                      ptrdiff_t n, int *masked)
+{
+    const fmha_problem *p = &w->t->p;
+    ptrdiff_t ldk = p->k.stride[2], ldv = p->v.stride[2];
+    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
+    REAL *slope = p->softcap != 0 ? w->slopes : NULL;
+    int touched = FMHA_NAME(touched)(p, block, j, n);
+    *masked = touched || slope;
+    if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
+    int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
+    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+    FMHA_NAME(tile_scores)(p, block, banded, n, k, ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
+                           w->scores);
+    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
+    FMHA_NAME(product_scores)(block, banded, n, p->Dv, v, ldv, packed->grad_out, w->grad_scores);
+    if (*masked) FMHA_NAME(mask_tile)(p, block, j, w->scores, slope);
+    return banded;
+}
+
+/* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these. */
+static void FMHA_NAME(own_sums)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
+{
+    const fmha_tiled *t = w->t;
+    ptrdiff_t queries = block->queries;
+    REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS];
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        peak[q] = NEGATIVE_INFINITY;
+        total[q] = delta[q] = 0;
+    }
+    for (ptrdiff_t j = block->j0 / TILE_KEYS * TILE_KEYS, n; j < block->j1; j += n) {
+        ptrdiff_t low = j < block->j0 ? block->j0 : j;
+        n = TILE_KEYS;
+        int masked, many = (int)((block->j1 < j + n ? block->j1 : j + n) - low);
+        if (FMHA_NAME(backward_scores)(w, block, packed, low, many, &masked) < 0) continue;
+        for (ptrdiff_t v = 0; v < queries / LANES; v++) {
+            const REAL *s = w->scores + v * LANES, *g = w->grad_scores + v * LANES;
+            VEC before = v_load(peak + v * LANES), best = before, zero = v_splat(0), gone = v_splat(NEGATIVE_INFINITY);
+            for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+                VEC score = v_load(s + k * queries);
+                best = v_max(score, best);
+            }
+            VEC shift = v_select(v_equal(best, gone), zero, best), shrink = FMHA_NAME(exp)(before - shift);
+            VEC sum = v_load(total + v * LANES) * shrink, weighted = v_load(delta + v * LANES) * shrink;
+            for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+                VEC score = v_load(s + k * queries), e = FMHA_NAME(exp)(score - shift);
+                sum = sum + e;
+                weighted = v_select(v_equal(score, gone), weighted, weighted + e * v_load(g + k * queries));
+            }
+            v_store(peak + v * LANES, best);
+            v_store(total + v * LANES, sum);
+            v_store(delta + v * LANES, weighted);
+        }
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL lse = ((const REAL *)t->lse)[FMHA_NAME(row_at)(t, block, r)], shift = peak[r] == NEGATIVE_INFINITY ? 0 : peak[r];
+        if (!chosen[r] || FMHA_NAME(of_more_keys)(lse, shift + REAL_LOG(total[r]))) continue;
+        packed->shift[r] = shift;
+        packed->inverse[r] = 1 / total[r];
+        packed->delta[r] = delta[r] / total[r];
+    }
+}
+
+static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
+{
+    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0;
+}
+
+/* The packed operands and the state of each row; known: from a pass over blocks before. */
+static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known)
+{
+    const fmha_tiled *t = w->t;
     const fmha_problem *p = &t->p;
-    FMHA_NAME(pack_transposed)(block, &p->q, p->D, (REAL)p->scale, to->q);
+    char own[BLOCK_ROWS] = {0};
+    int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
     FMHA_NAME(pack_transposed)(block, &t->grad_out, p->Dv, 1, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
-        to->lse[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
-        to->delta[r] = 0;
+        to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
+        to->inverse[r] = 1;
+        to->delta[r] = to->sum[r] = 0;
         if (r >= block->rows) continue;
-        REAL lse = ((const REAL *)t->lse)[(block->b * p->H + block->head[r]) * p->Lq + block->query[r]];
-        if (lse != NEGATIVE_INFINITY) to->lse[r] = lse;
+        if (known) {
+            const REAL *state = (const REAL *)t->row_states + FMHA_NAME(row_at)(t, block, r) * FMHA_ROW_STATE;      /* shift, inverse, delta */
+            to->shift[r] = state[0];
+            to->inverse[r] = state[1];
+            to->delta[r] = state[2];
+            if (state[1] != 1) kind |= FMHA_NAME(far_block);
+            continue;
+        }
+        REAL lse = ((const REAL *)t->lse)[FMHA_NAME(row_at)(t, block, r)];
+        if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
+        if (FMHA_NAME(is_far)(w, lse)) {
+            kind |= FMHA_NAME(far_block);
+            any |= own[r] = (char)(w->few || lse > HUGE_LSE || lse < -HUGE_LSE);
+        }
         const REAL *g = FMHA_NAME(row_of)(&t->grad_out, block, r), *o = FMHA_NAME(row_of)(&t->out, block, r);
         VEC sum = v_splat(0);
         for (ptrdiff_t d = 0; d < p->Dv; d += LANES) sum = sum + v_load_n(g + d, p->Dv - d, 0) * v_load_n(o + d, p->Dv - d, 0);
         to->delta[r] = FMHA_NAME(sum)(sum);
     }
+    *to->kind = (REAL)kind;
+    if (any) FMHA_NAME(own_sums)(w, block, to, own);
+}
+
+/* After a block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
+ * whether there were some: the work must be done again. */
+static int FMHA_NAME(mended)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed)
+{
+    const fmha_tiled *t = w->t;
+    char own[BLOCK_ROWS] = {0};
+    int any = 0;
+    if (!((int)*packed->kind & FMHA_NAME(far_block))) return 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL lse = ((const REAL *)t->lse)[FMHA_NAME(row_at)(t, block, r)], apart = packed->sum[r] - 1;
+        int exponent;
+        frexp((double)lse, &exponent);
+        if (w->few || !FMHA_NAME(is_far)(w, lse) || lse > HUGE_LSE || lse < -HUGE_LSE) continue;       /* own sums already */
+        if (REAL_LOG(packed->sum[r]) < -16 * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse))) continue;     /* lse is of more keys */
+        /* Half a unit in the last place of lse, and of sum. */
+        REAL slack = REAL_EPSILON * (4 + (REAL)ldexp(0.375, exponent));
+        any |= own[r] = (char)(apart > slack || apart < -slack);
+        packed->sum[r] = 0;
+    }
+    if (any) FMHA_NAME(own_sums)(w, block, packed, own);
+    return any;
 }
 
 /* The block's rows of x (q or grad_out) as rows of whole vectors: where they lie if they are one head's, or copied. */
@@ -789,43 +1079,54 @@ static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(
 static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
                                       const fmha_array *x, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
 {
+    unsigned char done[TILE_KEYS] = {0};        /* rows of c that are NaN throughout */
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         const REAL *row = FMHA_NAME(row_of)(x, block, r);
         if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
-        fmha_block pair = {.b = block->b, .h = block->head[r]};
+        int ask = FMHA_NAME(has_nan)(width, row);
         for (ptrdiff_t k = 0; k < n; k++) {
-            if (FMHA_NAME(removed)(p, &pair, block->query[r], j + k)) continue;
-            for (ptrdiff_t d = 0; d < width; d++)
-                if (row[d] - row[d] != 0) c[k * ldc + d] += a[k * block->queries + r] * row[d];
+            REAL factor = a[k * block->queries + r];
+            if (!done[k] && !FMHA_NAME(pair_removed)(p, block, r, j + k, factor))
+                done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + k * ldc, ask);
         }
     }
 }
 
-/* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever lse, dP and delta are. */
+/* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever shift, dP and delta are. far: with
+ * the factor inverse, 1 but for own sums, and the sum of P. */
 static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
-    const int vectors, const int masked, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g, const REAL *slope, const REAL *lse_at,
-    const REAL *delta_at)
+    const int vectors, const int masked, const int far, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g, const REAL *slope,
+    const FMHA_NAME(packed) *rows, ptrdiff_t first)
 {
-    VEC lse[MICRO_VECTORS], delta[MICRO_VECTORS], gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
+    VEC shift[MICRO_VECTORS], delta[MICRO_VECTORS], inverse[MICRO_VECTORS], sum[MICRO_VECTORS];
+    VEC gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
-        lse[v] = v_load(lse_at + v * LANES);
-        delta[v] = v_load(delta_at + v * LANES);
+        shift[v] = v_load(rows->shift + first + v * LANES);
+        delta[v] = v_load(rows->delta + first + v * LANES);
+        if (far) inverse[v] = v_load(rows->inverse + first + v * LANES);
+        if (far) sum[v] = zero;
     }
     for (ptrdiff_t k = 0; k < n; k++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             ptrdiff_t at = k * ld + v * LANES;
-            VEC score = v_load(s + at), y = FMHA_NAME(exp)(score - lse[v]), d = y * (v_load(g + at) - delta[v]);
+            VEC score = v_load(s + at), y = FMHA_NAME(exp)(score - shift[v]);
+            if (far) y = y * inverse[v];
+            VEC d = y * (v_load(g + at) - delta[v]);
             if (masked) {
                 IVEC removed = v_equal(score, gone);
                 y = v_select(removed, zero, y);
                 if (slope) d = d * v_load(slope + at);
                 d = v_select(removed, zero, d);
             }
+            if (far) sum[v] = sum[v] + y;
             v_store(s + at, y);
             v_store(g + at, d);
         }
+#pragma GCC unroll 4
+    for (int v = 0; far && v < vectors; v++)
+        v_store(rows->sum + first + v * LANES, v_load(rows->sum + first + v * LANES) + sum[v]);
 }
 
 /* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width); banded: the spans alone, zeros where a vector of rows
@@ -852,34 +1153,24 @@ static void FMHA_NAME(pair)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block
 {
     const fmha_tiled *t = w->t;
     const fmha_problem *p = &t->p;
-    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
-    ptrdiff_t ldk = p->k.stride[2], ldv = p->v.stride[2];
+    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld, ldk = p->k.stride[2];
     const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
-    const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
     REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL;
-    int touched = FMHA_NAME(touched)(p, block, j, n), masked = touched || slope;
-    if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return;
-    int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
-    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-    FMHA_NAME(product_scores)(block, banded, n, p->D, k, ldk, packed->q, s);
-    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
-    FMHA_NAME(product_scores)(block, banded, n, p->Dv, v, ldv, packed->grad_out, g);
-    if (masked) FMHA_NAME(mask_tile)(p, block, j, s, slope);
-    for (ptrdiff_t q = 0; banded && q < queries; q += LANES) {
-        ptrdiff_t low = block->low[q / LANES], at = low * queries + q;
-        FMHA_NAME(gradient_columns)(1, 1, block->high[q / LANES] - low, queries, s + at, g + at, slope ? slope + at : NULL,
-                                    packed->lse + q, packed->delta + q);
-    }
-    for (ptrdiff_t q = 0; !banded && q < queries;) {
-        ptrdiff_t vectors = (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
-        REAL *slope_q = slope ? slope + q : NULL;
-        if (vectors == MICRO_VECTORS && !masked)
-            FMHA_NAME(gradient_columns)(MICRO_VECTORS, 0, n, queries, s + q, g + q, NULL, packed->lse + q, packed->delta + q);
-        else if (vectors == MICRO_VECTORS)
-            FMHA_NAME(gradient_columns)(MICRO_VECTORS, 1, n, queries, s + q, g + q, slope_q, packed->lse + q, packed->delta + q);
-        else
-            FMHA_NAME(gradient_columns)(1, 1, n, queries, s + q, g + q, slope_q, packed->lse + q, packed->delta + q);
-        q += vectors * LANES;
+    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
+    int far = ((int)*packed->kind & FMHA_NAME(far_block)) != 0;
+    if (banded < 0) return;
+    for (ptrdiff_t q = 0, vectors; q < queries; q += vectors * LANES) {
+        vectors = !banded && (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
+        ptrdiff_t low = banded ? block->low[q / LANES] : 0, keys = banded ? block->high[q / LANES] - low : n, at = low * queries + q;
+        REAL *slope_at = slope ? slope + at : NULL;
+#define GRADIENT(many, masks, distant) \
+    FMHA_NAME(gradient_columns)(many, masks, distant, keys, queries, s + at, g + at, masks ? slope_at : NULL, packed, q)
+        if (vectors == MICRO_VECTORS && !masked && !far) GRADIENT(MICRO_VECTORS, 0, 0);
+        else if (vectors == MICRO_VECTORS && !far) GRADIENT(MICRO_VECTORS, 1, 0);
+        else if (vectors == MICRO_VECTORS) GRADIENT(MICRO_VECTORS, 1, 1);
+        else if (!far) GRADIENT(1, 1, 0);
+        else GRADIENT(1, 1, 1);
+#undef GRADIENT
     }
     if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
         int finite = w->grad_out_finite || !touched;
@@ -915,7 +1206,15 @@ static void FMHA_NAME(write_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, 
         for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = factor * from[i * ld + d];
 }
 
-/* Item: a key/value head (FMHA_WHOLE), one tile of its keys (FMHA_KEYS) or one block of its group's rows (FMHA_QUERIES). */
+/* The same with the scale, which may be too small for a REAL. */
+static void FMHA_NAME(write_scaled)(const fmha_problem *p, ptrdiff_t rows, const REAL *from, ptrdiff_t ld, REAL *to, ptrdiff_t stride)
+{
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    FMHA_NAME(write_rows)(rows, p->D, factor, from, ld, to, stride);
+    if (rest != 1) FMHA_NAME(write_rows)(rows, p->D, rest, to, stride, to, stride);
+}
+
+/* Item: a key/value head (FMHA_WHOLE), one block of its group's rows (FMHA_QUERIES) or one tile of its keys (FMHA_KEYS). */
 static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
 {
     const fmha_tiled *t = context;
@@ -936,7 +1235,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
     pair += t->first_head;
     ptrdiff_t b = pair / p->Hkv, hkv = pair % p->Hkv, kept = mode == FMHA_WHOLE ? blocks : 1;
     REAL *next = (REAL *)(t->scratch + worker * t->scratch_size);
-    FMHA_NAME(backward) w = {.t = t};
+    FMHA_NAME(backward) w = {.t = t, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = all_rows <= FMHA_DECODE_ROWS};
     FMHA_NAME(packed) packed;
 #define TAKE(pointer, n) pointer = next; next += (n)
     TAKE(w.scores, TILE_KEYS * BLOCK_ROWS);
@@ -951,8 +1250,12 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
     TAKE(grad_q, kept * step * width);
     TAKE(packed.q, kept * step * p->D);
     TAKE(packed.grad_out, kept * step * p->Dv);
-    TAKE(packed.lse, kept * step);
+    TAKE(packed.shift, kept * step);
+    TAKE(packed.inverse, kept * step);
     TAKE(packed.delta, kept * step);
+    TAKE(packed.lift, kept * step);
+    TAKE(packed.sum, kept * step);
+    TAKE(packed.kind, kept * step);
 #undef TAKE
     const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
     ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
@@ -965,37 +1268,55 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
         w.grad_out_finite &= FMHA_NAME(all_finite)(p->Lq, p->Dv, g, t->grad_out.stride[2]);
     }
     FMHA_NAME(rows) block;
-    if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * step * width) * sizeof(REAL));
-    for (ptrdiff_t tile = first_tile; tile < last_tile; tile++) {
-        ptrdiff_t j = tile * TILE_KEYS, n = p->Lk - j < TILE_KEYS ? p->Lk - j : TILE_KEYS;
-        if (mode != FMHA_QUERIES) {
-            memset(w.grad_k, 0, (size_t)(n * width) * sizeof(REAL));
-            memset(w.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+#define BLOCK(x) \
+    ptrdiff_t at = mode == FMHA_WHOLE ? (x) * step : 0; \
+    FMHA_NAME(packed) own = {packed.q + at * p->D, packed.grad_out + at * p->Dv, packed.shift + at, packed.inverse + at, \
+                             packed.delta + at, packed.lift + at, packed.sum + at, packed.kind + at}; \
+    FMHA_NAME(block_rows)(p, &block, b, hkv, (x) * step, all_rows - (x) * step < step ? all_rows - (x) * step : step)
+    for (int again = 0, done = 0; !done; again = 1) {
+        if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * step * width) * sizeof(REAL));
+        for (ptrdiff_t tile = first_tile; tile < last_tile; tile++) {
+            ptrdiff_t j = tile * TILE_KEYS, n = p->Lk - j < TILE_KEYS ? p->Lk - j : TILE_KEYS;
+            if (mode != FMHA_QUERIES) {
+                memset(w.grad_k, 0, (size_t)(n * width) * sizeof(REAL));
+                memset(w.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+            }
+            for (ptrdiff_t x = first_block; x < last_block; x++) {
+                if (fmha_pool_stopped()) return;
+                BLOCK(x);
+                if (mode == FMHA_KEYS || (tile == first_tile && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS);
+                ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+                if (low >= high) continue;
+                FMHA_NAME(pair)(&w, &block, &own, low, high - low, mode == FMHA_QUERIES ? NULL : w.grad_k + (low - j) * width,
+                                mode == FMHA_QUERIES ? NULL : w.grad_v + (low - j) * value_width,
+                                mode == FMHA_KEYS ? NULL : grad_q + at * width);
+            }
+            if (mode != FMHA_QUERIES) {
+                REAL *to_k = (REAL *)t->grad_k.data + b * t->grad_k.stride[0] + hkv * t->grad_k.stride[1] + j * t->grad_k.stride[2];
+                REAL *to_v = (REAL *)t->grad_v.data + b * t->grad_v.stride[0] + hkv * t->grad_v.stride[1] + j * t->grad_v.stride[2];
+                FMHA_NAME(write_scaled)(p, n, w.grad_k, width, to_k, t->grad_k.stride[2]);
+                FMHA_NAME(write_rows)(n, p->Dv, 1, w.grad_v, value_width, to_v, t->grad_v.stride[2]);
+            }
         }
-        for (ptrdiff_t x = first_block; x < last_block; x++) {
-            ptrdiff_t rows = all_rows - x * step < step ? all_rows - x * step : step;
-            FMHA_NAME(block_rows)(p, &block, b, hkv, x * step, rows);
-            ptrdiff_t at = mode == FMHA_WHOLE ? x * step : 0;
-            FMHA_NAME(packed) own = {packed.q + at * p->D, packed.grad_out + at * p->Dv, packed.lse + at, packed.delta + at};
-            if (mode == FMHA_KEYS || tile == first_tile) FMHA_NAME(prepare_block)(t, &block, &own);
-            ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
-            if (low >= high) continue;
-            FMHA_NAME(pair)(&w, &block, &own, low, high - low, mode == FMHA_QUERIES ? NULL : w.grad_k + (low - j) * width,
-                            mode == FMHA_QUERIES ? NULL : w.grad_v + (low - j) * value_width,
-                            mode == FMHA_KEYS ? NULL : grad_q + at * width);
-        }
-        if (mode != FMHA_QUERIES) {
-            REAL *to_k = (REAL *)t->grad_k.data + b * t->grad_k.stride[0] + hkv * t->grad_k.stride[1] + j * t->grad_k.stride[2];
-            REAL *to_v = (REAL *)t->grad_v.data + b * t->grad_v.stride[0] + hkv * t->grad_v.stride[1] + j * t->grad_v.stride[2];
-            FMHA_NAME(write_rows)(n, p->D, (REAL)p->scale, w.grad_k, width, to_k, t->grad_k.stride[2]);
-            FMHA_NAME(write_rows)(n, p->Dv, 1, w.grad_v, value_width, to_v, t->grad_v.stride[2]);
+        done = 1;
+        for (ptrdiff_t x = first_block; x < last_block && mode != FMHA_KEYS && first_tile < last_tile && !again; x++) {
+            BLOCK(x);
+            if (FMHA_NAME(mended)(&w, &block, &own)) done = 0;
         }
     }
     if (mode == FMHA_KEYS) return;
-    for (ptrdiff_t x = first_block; x < last_block; x++)
-        for (ptrdiff_t r = x * step; r < (x + 1) * step && r < all_rows; r++) {
-            REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + (hkv * group + r / p->Lq) * t->grad_q.stride[1]
-                       + r % p->Lq * t->grad_q.stride[2];
-            FMHA_NAME(write_rows)(1, p->D, (REAL)p->scale, grad_q + (r - (mode == FMHA_WHOLE ? 0 : x * step)) * width, width, to, 0);
+    for (ptrdiff_t x = first_block; x < last_block; x++) {
+        BLOCK(x);
+        for (ptrdiff_t r = 0; r < block.rows; r++) {
+            REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + block.head[r] * t->grad_q.stride[1]
+                       + block.query[r] * t->grad_q.stride[2];
+            FMHA_NAME(write_scaled)(p, 1, grad_q + (at + r) * width, width, to, 0);
+            if (mode == FMHA_WHOLE || first_tile == last_tile) continue;
+            REAL *state = (REAL *)t->row_states + FMHA_NAME(row_at)(t, &block, r) * FMHA_ROW_STATE;      /* shift, inverse, delta */
+            state[0] = own.shift[r];
+            state[1] = own.inverse[r];
+            state[2] = own.delta[r];
         }
+    }
+#undef BLOCK
 }

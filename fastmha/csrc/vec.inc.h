@@ -12,7 +12,14 @@
 #define EXP_SHIFT 23
 #define EXP_BIAS 127
 #define EXP_MAGIC 0x1.8p23f
-#define EXP_LOW -104.0f         /* exp below it rounds to 0 */
+#define EXP_LOW -104.0f         /* exp below it rounds to 0, subnormal results or not */
+#define EXP_NORMAL -0x1.5d589ep+6f      /* exp below it is subnormal */
+#define POWER(n) 0x1p##n##f
+#define HUGE_POWER POWER(120)           /* the square of LARGE_POWER, 2^8 short of infinity */
+#define SUBNORMAL_LIFT POWER(24)        /* makes any subnormal number normal */
+#define LARGEST FLT_MAX
+#define SMALLEST_NORMAL FLT_MIN
+#define LARGEST_CAP POWER(126)          /* its inverse is normal */
 #define EXP_HIGH 89.0f          /* exp above it is inf */
 #define LOG2_E 0x1.715476p+0f
 #define LN2_HIGH 0x1.62p-1f     /* few bits: n * LN2_HIGH is exact */
@@ -32,6 +39,13 @@ static const REAL FMHA_NAME(tanh_fit)[] = {-0x1.55553p-2f, 0x1.11068ep-3f, -0x1.
 #define EXP_BIAS 1023
 #define EXP_MAGIC 0x1.8p52
 #define EXP_LOW -746.0
+#define EXP_NORMAL -0x1.6232bdd7abcd2p+9
+#define POWER(n) 0x1p##n
+#define HUGE_POWER POWER(960)
+#define SUBNORMAL_LIFT POWER(53)
+#define LARGEST DBL_MAX
+#define SMALLEST_NORMAL DBL_MIN
+#define LARGEST_CAP POWER(1022)
 #define EXP_HIGH 710.0
 #define LOG2_E 0x1.71547652b82fep+0
 #define LN2_HIGH 0x1.62e42feep-1
@@ -45,6 +59,7 @@ static const REAL FMHA_NAME(tanh_fit)[] = {
     -0x1.de3ef0f02c4d1p-13, 0x1.4119c71500d55p-14, -0x1.08d82cdf6c8b1p-16};
 #endif
 #define NEGATIVE_INFINITY ((REAL)-INFINITY)
+#define LARGE_POWER ((REAL)FMHA_LARGE(FMHA_REAL == 64))
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LANES (FMHA_VECTOR_BYTES / (ptrdiff_t)sizeof(REAL))
@@ -91,6 +106,7 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_select(truth, yes, no) v_from_bits(((truth) & v_bits(yes)) | (~(truth) & v_bits(no)))
 #define v_greater(a, b) v_truth((a) > (b))
 #define v_equal(a, b) v_truth((a) == (b))
+#define i_greater(a, b) v_truth((a) > (b))
 
 /* max and min give b where either is NaN, as the x86 instructions do. v_round and v_scale (x * 2^n, n whole) exist in
  * AVX-512 alone: elsewhere the exponential works on the bits. */
@@ -117,6 +133,28 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_max(a, b) v_select(v_greater(a, b), a, b)
 #define v_min(a, b) v_select(v_greater(b, a), a, b)
 #endif
+
+/* Whether any lane of a truth is set. */
+#if defined(X86_OP) && FMHA_VECTOR_BYTES == 64 && FMHA_REAL == 32
+#define v_any(truth) (_mm512_movepi32_mask((__m512i)(truth)) != 0)
+#elif defined(X86_OP) && FMHA_VECTOR_BYTES == 64
+#define v_any(truth) (_mm512_movepi64_mask((__m512i)(truth)) != 0)
+#elif defined(X86_OP) && FMHA_VECTOR_BYTES == 32
+#define v_any(truth) (_mm256_movemask_epi8((__m256i)(truth)) != 0)
+#elif defined(X86_OP)
+#define v_any(truth) (_mm_movemask_epi8((__m128i)(truth)) != 0)
+#elif defined(__GNUC__) || defined(__clang__)
+static inline int FMHA_NAME(any)(IVEC truth)
+{
+    INT any = 0;
+    for (ptrdiff_t l = 0; l < LANES; l++) any |= truth[l];
+    return any != 0;
+}
+#define v_any(truth) FMHA_NAME(any)(truth)
+#else
+#define v_any(truth) ((truth) != 0)
+#endif
+#define v_abs(x) v_from_bits(v_bits(x) & ~i_splat(SIGN_BIT))
 
 /* The sanitizers of a checked build do not look into masked loads and stores: there, element by element. */
 #if defined(X86_OP) && FMHA_VECTOR_BYTES == 64 && !defined(FMHA_CHECKED)
@@ -213,10 +251,13 @@ static inline REAL FMHA_NAME(largest)(VEC value)
 }
 #endif
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. Exact at 0, 0 at -inf, NaN at NaN, gradual underflow:
- * 2^n is applied as two factors, both normal, so that only the last product rounds into the subnormals. */
+/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. Exact at 0, 0 at -inf and where the result would be subnormal, NaN
+ * at NaN. 2^n is applied as two factors, both normal, so that only the last product underflows. */
 static inline VEC FMHA_NAME(exp)(VEC x)
 {
+#if !FMHA_FLUSHES
+    x = v_select(v_greater(v_splat(EXP_NORMAL), x), v_splat(NEGATIVE_INFINITY), x);
+#endif
     x = v_min(v_splat(EXP_HIGH), v_max(v_splat(EXP_LOW), x));      /* NaN stays */
 #ifdef v_round
     VEC whole = v_round(x * (REAL)LOG2_E);
@@ -240,8 +281,9 @@ static inline VEC FMHA_NAME(exp)(VEC x)
 #endif
 }
 
-/* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry. */
-static inline VEC FMHA_NAME(tanh)(VEC x)
+/* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry.
+ * capped <- cap * tanh for x = s / cap; near 0 made from s itself, which is right also where x has lost it to underflow. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(VEC x, VEC s, VEC cap, VEC *capped)
 {
     IVEC sign = v_bits(x) & i_splat(SIGN_BIT);
     VEC size = v_from_bits(v_bits(x) ^ sign);
@@ -249,10 +291,29 @@ static inline VEC FMHA_NAME(tanh)(VEC x)
     const ptrdiff_t degree = sizeof FMHA_NAME(tanh_fit) / sizeof(REAL);
     VEC fit = v_splat(FMHA_NAME(tanh_fit)[degree - 1]);
     for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * squared + v_splat(FMHA_NAME(tanh_fit)[d]);
-    VEC near = (fit * squared) * x + x;
+    fit = fit * squared;
     VEC far = v_splat(1) - v_splat(2) / (FMHA_NAME(exp)(size + size) + v_splat(1));
     far = v_from_bits(v_bits(far) | sign);
-    return v_select(v_greater(v_splat(0.625), size), near, far);
+    IVEC is_near = v_greater(v_splat(0.625), size);
+    *capped = v_select(is_near, fit * s + s, cap * far);
+    return v_select(is_near, fit * x + x, far);
+}
+
+static inline VEC FMHA_NAME(tanh)(VEC x)
+{
+    VEC unused;
+    return FMHA_NAME(tanh_and)(x, x, v_splat(1), &unused);
+}
+
+/* softcap * tanh(s / softcap) for any positive softcap. One beyond LARGEST_CAP changes no score that is not as large; the inverse of
+ * a tiny one is limited, which leaves 0 at 0 and what is capped at all, capped. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(soft_capped)(VEC s, double softcap, VEC *tanh_of)
+{
+    REAL cap = softcap > LARGEST_CAP ? LARGEST_CAP : (REAL)softcap;
+    double inverse = softcap > LARGEST_CAP ? 1 / (double)LARGEST_CAP : 1 / softcap;
+    VEC capped;
+    *tanh_of = FMHA_NAME(tanh_and)(s * (inverse > LARGEST ? LARGEST : (REAL)inverse), s, v_splat(cap), &capped);
+    return capped;
 }
 
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,0 +1,138 @@
+"""Ctrl-C in the middle of a call, and forks beside one: each in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="signals and forks are POSIX's")
+
+# A call that would take many seconds; `call()` runs it once.
+LONG = {
+    "tiled forward": "f = lambda: fastmha.attention(q, q, q, algorithm='tiled', num_threads=n)",
+    "tiled backward": "f = lambda: fastmha.attention_backward(q, q, q, q, q, lse, algorithm='tiled', num_threads=n)",
+    "blas forward": "f = lambda: fastmha.attention(q, q, q, algorithm='blas', num_threads=n)",
+    "blas backward": "f = lambda: fastmha.attention_backward(q, q, q, q, q, lse, algorithm='blas', num_threads=n)",
+    "weights": "f = lambda: [fastmha.scaled_dot_product_attention(p, p, p) for _ in range(99)]",
+    "decode": "f = lambda: [fastmha.attention(q[:, :, :1], q, q, algorithm='decode', num_threads=n) for _ in range(10**6)]",
+    "softmax": "f = lambda: [fastmha.softmax(p, num_threads=n) for _ in range(10**6)]",
+    "projection": "f = lambda: [m.forward(X, training=False, num_threads=n) for _ in range(10**6)]",
+}
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np
+import fastmha
+n = {threads}
+rng = np.random.default_rng(0)
+q = rng.standard_normal((1, 1, 120000, 64), np.float32)
+p = q[:, :, :6000]
+lse = np.zeros((1, 1, 120000), np.float32)
+m = fastmha.MultiHeadAttention(512, 8, rng=0)
+X = rng.standard_normal((1, 512, 512), np.float32)
+{call}
+"""
+INTERRUPTED = PROGRAM + """
+sent = []
+def send():
+    time.sleep(0.6)
+    sent.append(time.perf_counter())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=send).start()
+try:
+    f()
+except KeyboardInterrupt:
+    took = time.perf_counter() - sent[0]
+else:
+    sys.exit("it ended before the signal came")
+# The pool is alive and right.
+small = np.ones((2, 4, 70, 16), np.float32)
+one = fastmha.attention(small, small, small, num_threads=1)
+for _ in range(20):
+    assert np.array_equal(fastmha.attention(small, small, small, num_threads=n), one)
+print(took)
+"""
+HANDLED = PROGRAM + """
+# A handler that does not raise changes nothing: the call goes on and is right.
+seen = []
+signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+q = q[:, :, :7000]
+p, lse = q, lse[:, :, :7000]
+wanted = f()
+signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+got = f()
+signal.setitimer(signal.ITIMER_REAL, 0)
+wanted, got = (x if isinstance(x, tuple) else (x,) for x in (wanted, got))
+assert all(np.array_equal(a, b) for a, b in zip(wanted, got))
+print(len(seen))
+"""
+FORKED = PROGRAM + """
+# The forking thread waits for no more than a block of the run that another thread has under way.
+thread = threading.Thread(target=f, daemon=True)
+thread.start()
+time.sleep(0.5)
+longest = 0
+for _ in range(20):
+    began = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    longest = max(longest, time.perf_counter() - began)
+    os.waitpid(child, 0)
+print(longest)
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def measured(program, call, threads):
+    code = textwrap.dedent(program).format(threads=threads, call=LONG[call])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("call", LONG)
+def test_an_interrupt_is_answered_within_half_a_second(call, threads):
+    """Twice that here: the machine may be busy with other tests."""
+    assert measured(INTERRUPTED, call, threads) < 1.0
+
+
+@pytest.mark.parametrize("call", ["tiled forward", "tiled backward", "blas forward", "blas backward"])
+def test_a_signal_handler_that_does_not_raise_runs_meanwhile_and_changes_nothing(call):
+    assert measured(HANDLED, call, 2) >= 2
+
+
+@pytest.mark.parametrize("call", ["blas forward", "blas backward"])
+def test_a_fork_waits_for_a_block_at_most(call):
+    assert measured(FORKED, call, 2) < 0.5
+
+
+def test_an_interrupt_stops_the_run_of_its_caller_alone():
+    """Two threads at a time, of which the main one is interrupted: the other's result is right."""
+    code = textwrap.dedent(PROGRAM + """
+    part = q[:, :, :6000]
+    wanted = fastmha.attention(part, part, part, algorithm="tiled", num_threads=1)
+    results = []
+    def other():
+        for _ in range(10):
+            results.append(fastmha.attention(part, part, part, algorithm="tiled", num_threads=2))
+    thread = threading.Thread(target=other)
+    thread.start()
+    def send():
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=send).start()
+    try:
+        f()
+    except KeyboardInterrupt:
+        pass
+    else:
+        sys.exit("it ended before the signal came")
+    thread.join()
+    assert len(results) == 10 and all(np.array_equal(r, wanted) for r in results)
+    """.replace("\n    ", "\n")).format(threads=2, call=LONG["tiled forward"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
