@@ -468,7 +468,8 @@ def product_error_bounds(a: Array, b: Array, dtype: Any) -> Array:
     info = np.finfo(dtype)
     terms = a.shape[-1]
     worst, likely = (_Rounding(power, float(info.eps) / 2).rounded(terms, a, b) for power in (1, 2))
-    return np.fmin(worst, likely) + (terms + 1) * float(info.smallest_subnormal)
+    operands = np.abs(a).sum(axis=-1, keepdims=True) + np.abs(b).sum(axis=-2, keepdims=True)
+    return np.fmin(worst, likely) + float(info.tiny) * (terms + operands)  # the latter where something underflows
 
 
 def error_bounds(
@@ -511,8 +512,8 @@ def error_bounds(
 
     Notes
     -----
-    An operation returns ``x (1 + d)`` with ``|d| <= u = eps / 2``, or is off by the smallest subnormal number where it
-    underflows. Such errors are followed to first order through the formulas of `attention_backward` and added up in two ways;
+    An operation returns ``x (1 + d)`` with ``|d| <= u = eps / 2``, or 0 instead of operands and results below the smallest normal
+    number. Such errors are followed to first order through the formulas of `attention_backward` and added up in two ways;
     for each element the smaller sum counts:
 
     * *worst case*: all of one sign.
@@ -552,7 +553,7 @@ def error_bounds(
     gone = np.broadcast_to(removed(Lq, Lk, mask, is_causal, offset, key_padding_lengths, window), (B, H, Lq, Lk))
     additive = None if mask is None or mask.dtype == bool else np.where(np.isneginf(mask), 0, mask)
     info = np.finfo(dtype)
-    lost = float(info.smallest_subnormal)
+    tiny = float(info.tiny)  # what an underflow loses at most
 
     def fold(x: Array) -> Array:
         return _sum_groups(x, kv_heads)
@@ -562,16 +563,16 @@ def error_bounds(
     operands = q / size_q, _per_query_head(k, H) / size_k, _per_query_head(v, H) / size_v, grad_out / size_g
     keys = (~gone).sum(axis=-1, keepdims=True)
     rows = fold((~gone).sum(axis=-2)[..., None])
-    lost_scores = lost * ((D + 2) * max(1, factor) + np.abs(_per_query_head(k, H)).sum(axis=-1)[..., None, :])
+    lost_scores = tiny * max(1, factor) * (D + 2 + D * size_q + D * size_k)
     problem = operands, factor * size_q * size_k, gone, additive, softcap, lost_scores, fold
     with np.errstate(all="ignore"):
-        ways = _propagated(float(info.eps) / 2, float(info.tiny), *problem)
+        ways = _propagated(float(info.eps) / 2, tiny, *problem)
         out, lse, grad_q, grad_k, grad_v = (np.fmin(worst, likely) for worst, likely in zip(*ways))
-    out = out * size_v + (keys + 2) * lost
-    lost_grad = factor * (Dv + 3) * lost
-    grad_q = grad_q / size_q * size_g * size_v + (keys + 2) * max(1, factor) * lost + lost_grad * size_k * Lk
-    grad_k = grad_k / size_k * size_g * size_v + (rows + 2) * max(1, factor) * lost + lost_grad * size_q * rows
-    grad_v = grad_v * size_g + (rows + 2) * lost
+    lost = tiny * max(1, factor) * (Dv + 4) * (1 + size_g) * (1 + size_v)
+    out = out * size_v + tiny * (keys + 3)
+    grad_q = grad_q / size_q * size_g * size_v + lost * (keys + 2) * (1 + size_k)
+    grad_k = grad_k / size_k * size_g * size_v + lost * (rows + 2) * (1 + size_q)
+    grad_v = grad_v * size_g + tiny * (2 * rows + 2)
     return [*_swap(layout, out), lse, *_swap(layout, grad_q, grad_k, grad_v)]
 
 
@@ -583,7 +584,7 @@ def _propagated(
     gone: Array,
     additive: Array | None,
     softcap: float | None,
-    lost_scores: Array,
+    lost_scores: float,
     fold: Fold,
 ) -> list[list[Array]]:
     """The bounds of `error_bounds` in both ways of adding up, for operands (B, H, L, width) of size 1 at most."""
