@@ -416,27 +416,31 @@ class _Rounding:
         """What one rounding counts in the sum."""
         return self.u if self.power == 1 else _LIKELY * self.u
 
+    def raised(self, x: Any) -> Any:
+        return np.abs(x) if self.power == 1 else x * x
+
+    def root(self, x: Any) -> Any:
+        return x if self.power == 1 else np.sqrt(x)
+
     def join(self, *errors: Any) -> Array:
         """Of a sum of things that err by these."""
-        total: Array = np.abs(errors[0])
-        for error in errors[1:]:
-            total = total + np.abs(error) if self.power == 1 else np.hypot(total, error)
-        return total
+        return self.root(sum(self.raised(error) for error in errors))
 
     def along(self, errors: Array) -> Array:
         """Of the sums over the last axis, which is kept."""
-        return (np.abs(errors) ** self.power).sum(axis=-1, keepdims=True) ** (1 / self.power)
+        return self.root(self.raised(errors).sum(axis=-1, keepdims=True))
 
     def carried(self, errors: Array, x: Array, fold: Fold = np.asarray) -> Array:
         """Of ``a @ x`` where the elements of a err by these; `fold` adds up the query heads of a group."""
-        return fold(np.abs(errors) ** self.power @ np.abs(x) ** self.power) ** (1 / self.power)
+        return self.root(fold(self.raised(errors) @ self.raised(x)))
 
-    def about(self, errors: Array, slope: Array, x: Array, centre: Array) -> Array:
-        """Of ``sum_j a_ij (slope_ij x_j - centre_i)`` where the elements of a err by these."""
-        weights = np.abs(errors) ** self.power
+    def about(self, errors: Array, x: Array, centre: Array, slope: Array | None = None) -> Array:
+        """Of ``sum_j a_ij (slope_ij x_j - centre_i)`` where the elements of a err by these; no slope: 1."""
+        weights = self.raised(errors)
         size = weights.sum(axis=-1, keepdims=True)
-        squares = (weights * slope**2) @ x**2 + centre**2 * size
-        total = np.maximum(squares - 2 * centre * ((weights * slope) @ x), 1e-15 * squares)  # float64 knows no more
+        once, twice = (weights, weights) if slope is None else (weights * slope, weights * slope * slope)
+        squares = twice @ (x * x) + centre * centre * size
+        total = np.maximum(squares - 2 * centre * (once @ x), 1e-15 * squares)  # float64 knows no more
         return np.sqrt(total * size if self.power == 1 else total)  # power 1: Cauchy-Schwarz
 
     def rounded(self, terms: Array | int, a: Array, x: Array, fold: Fold = np.asarray) -> Array:
@@ -444,11 +448,11 @@ class _Rounding:
         if self.power == 1:
             return (terms + 1) * self.unit * fold(np.abs(a) @ np.abs(x))
         h = (terms + 1) / 6
-        return self.unit * np.sqrt(2 * h * fold(a @ x) ** 2 + (h + 1) * fold(a**2 @ x**2))
+        return self.unit * np.sqrt(2 * h * fold(a @ x) ** 2 + (h + 1) * fold((a * a) @ (x * x)))
 
 
 def product_error_bounds(a: Array, b: Array, dtype: Any) -> Array:
-    """How far rounding may take ``a @ b``, computed in `dtype` in an order that does not look at the terms, from the exact product.
+    """How far rounding may take ``a @ b``, computed in `dtype`, from the exact product.
 
     Parameters
     ----------
@@ -459,12 +463,13 @@ def product_error_bounds(a: Array, b: Array, dtype: Any) -> Array:
     Returns
     -------
     ndarray of float64, of the shape of ``a @ b``
-        Absolute, an element each: see `error_bounds`, which adds up such errors.
+        Absolute, an element each. `error_bounds` says why, and what is assumed of the order of the sums.
     """
     info = np.finfo(dtype)
     terms = a.shape[-1]
     worst, likely = (_Rounding(power, float(info.eps) / 2).rounded(terms, a, b) for power in (1, 2))
-    return np.fmin(worst, likely) + (terms + 1) * float(info.smallest_subnormal)
+    operands = np.abs(a).sum(axis=-1, keepdims=True) + np.abs(b).sum(axis=-2, keepdims=True)
+    return np.fmin(worst, likely) + float(info.tiny) * (terms + operands)  # the latter where something underflows
 
 
 def error_bounds(
@@ -507,8 +512,8 @@ def error_bounds(
 
     Notes
     -----
-    An operation returns ``x (1 + d)`` with ``|d| <= u = eps / 2``, or is off by the smallest subnormal number where it
-    underflows. Such errors are followed to first order through the formulas of `attention_backward` and added up in two ways;
+    An operation returns ``x (1 + d)`` with ``|d| <= u = eps / 2``, or 0 instead of operands and results below the smallest normal
+    number. Such errors are followed to first order through the formulas of `attention_backward` and added up in two ways;
     for each element the smaller sum counts:
 
     * *worst case*: all of one sign.
@@ -529,8 +534,8 @@ def error_bounds(
     relative error of exp(s_ij - peak).
 
     **What e does**, with z = dP - delta and dS = P z: to P, P_ij (e_ij - sum_k P_ik e_ik); to lse, sum_j P_ij e_ij; to out,
-    sum_j P_ij e_ij (v_j - out_i); to delta, sum_j P_ij e_ij z_ij; to grad_q, scale sum_j P_ij e_ij z_ij (k_j - sum_k P_ik k_k) and
-    grad_q times the change of lse; to grad_k and grad_v what the changes of dS and P do. If e is not small, P changes by
+    sum_j P_ij e_ij (v_j - out_i); to delta, sum_j P_ij e_ij z_ij; to grad_q, scale sum_j P_ij e_ij z_ij (k_j - sum_k P_ik k_k)
+    and grad_q times the change of lse; to grad_k and grad_v what the changes of dS and P do. If e is not small, P changes by
     the exponential of it, and stays between 0 and 1; a P below the smallest normal number may become 0.
 
     **Behind the scores**, each over the pairs that are left: the sums of exponentials, P v, grad_out v, delta (as grad_out·out
@@ -548,7 +553,7 @@ def error_bounds(
     gone = np.broadcast_to(removed(Lq, Lk, mask, is_causal, offset, key_padding_lengths, window), (B, H, Lq, Lk))
     additive = None if mask is None or mask.dtype == bool else np.where(np.isneginf(mask), 0, mask)
     info = np.finfo(dtype)
-    lost = float(info.smallest_subnormal)
+    tiny = float(info.tiny)  # what an underflow loses at most
 
     def fold(x: Array) -> Array:
         return _sum_groups(x, kv_heads)
@@ -558,121 +563,135 @@ def error_bounds(
     operands = q / size_q, _per_query_head(k, H) / size_k, _per_query_head(v, H) / size_v, grad_out / size_g
     keys = (~gone).sum(axis=-1, keepdims=True)
     rows = fold((~gone).sum(axis=-2)[..., None])
-    lost_scores = lost * ((D + 2) * max(1, factor) + np.abs(_per_query_head(k, H)).sum(axis=-1)[..., None, :])
+    lost_scores = tiny * max(1, factor) * (D + 2 + D * size_q + D * size_k)
     problem = operands, factor * size_q * size_k, gone, additive, softcap, lost_scores, fold
     with np.errstate(all="ignore"):
-        ways = (_propagated(_Rounding(power, float(info.eps) / 2), float(info.tiny), *problem) for power in (1, 2))
+        ways = _propagated(float(info.eps) / 2, tiny, *problem)
         out, lse, grad_q, grad_k, grad_v = (np.fmin(worst, likely) for worst, likely in zip(*ways))
-    out = out * size_v + (keys + 2) * lost
-    lost_grad = factor * (Dv + 3) * lost
-    grad_q = grad_q / size_q * size_g * size_v + (keys + 2) * max(1, factor) * lost + lost_grad * size_k * Lk
-    grad_k = grad_k / size_k * size_g * size_v + (rows + 2) * max(1, factor) * lost + lost_grad * size_q * rows
-    grad_v = grad_v * size_g + (rows + 2) * lost
+    lost = tiny * max(1, factor) * (Dv + 4) * (1 + size_g) * (1 + size_v)
+    out = out * size_v + tiny * (keys + 3)
+    grad_q = grad_q / size_q * size_g * size_v + lost * (keys + 2) * (1 + size_k)
+    grad_k = grad_k / size_k * size_g * size_v + lost * (rows + 2) * (1 + size_q)
+    grad_v = grad_v * size_g + tiny * (2 * rows + 2)
     return [*_swap(layout, out), lse, *_swap(layout, grad_q, grad_k, grad_v)]
 
 
 def _propagated(
-    model: _Rounding,
+    u: float,
     tiny: float,
     operands: tuple[Array, Array, Array, Array],
     factor: float,
     gone: Array,
     additive: Array | None,
     softcap: float | None,
-    lost_scores: Array,
+    lost_scores: float,
     fold: Fold,
-) -> list[Array]:
-    """The bounds of `error_bounds` in one way of adding up, for operands (B, H, L, width) of size 1 at most."""
+) -> list[list[Array]]:
+    """The bounds of `error_bounds` in both ways of adding up, for operands (B, H, L, width) of size 1 at most."""
     q, k, v, grad_out = operands
-    unit, width, value_width = model.unit, q.shape[-1], v.shape[-1]
-    kept = ~gone
+    kept, width, value_width = ~gone, q.shape[-1], v.shape[-1]
     keys, rows = kept.sum(axis=-1, keepdims=True), fold(kept.sum(axis=-2)[..., None])
 
     def transposed(x: Array) -> Array:
         return x.swapaxes(-1, -2)
 
-    # scores = factor * q @ k^T: errors that are the pair's own; the same for all keys of a row; the same for all
-    scores = q @ transposed(k) * factor
-    own = model.join(factor * model.rounded(width, q, transposed(k)), unit * scores) + lost_scores
-    errors = [own, factor * unit * model.carried(q, transposed(k)), model.u * np.abs(scores)]
-    slope, slope_error = np.ones_like(scores), np.zeros_like(scores)
+    # The exact results, and what they are made of.
+    products = q @ transposed(k) * factor
+    scores, tanh, slope = products, np.zeros(()), None
     if softcap is not None:
-        cap, size = abs(float(softcap)), np.abs(scores / float(softcap))
-        tanh = np.tanh(size)
-        scores, slope = np.copysign(cap * tanh, scores), 1 - tanh * tanh
-        errors[0] = model.join(errors[0], 3 * unit * cap * size)
-        errors = [cap * np.tanh(e / cap) * (1 - tanh * np.tanh(size - e / cap)) for e in errors]  # tanh(a) - tanh(b)
-        errors[0] = model.join(errors[0], 4 * unit * scores)
-        slope_error = model.join(2 * tanh * sum(errors) / cap, unit * tanh, unit * slope)
+        cap = abs(float(softcap))
+        tanh = np.tanh(np.abs(products) / cap)
+        scores, slope = np.copysign(cap * tanh, products), 1 - tanh * tanh
     if additive is not None:
         scores = scores + additive
-        errors[0] = model.join(errors[0], unit * scores)
-    # weights = exp(scores - peak) / sum
     weights, lse = _softmax(np.where(kept, scores, -np.inf))
-    lse = np.where(kept.any(axis=-1), lse, 0)[..., None]
+    some = kept.any(axis=-1, keepdims=True)
+    lse = np.where(some, lse[..., None], 0)
     log_weights = np.where(kept, scores - lse, -np.inf)
-    log_sum = -log_weights.max(axis=-1, keepdims=True, initial=-np.inf, where=kept)
-    log_sum = np.where(kept.any(axis=-1, keepdims=True), log_sum, 0)
-    errors[0] = model.join(errors[0], unit * np.where(kept, log_weights + log_sum, 0), 3 * unit)
-    errors = [np.where(kept, e, 0) for e in (errors if model.power == 2 else [sum(errors)])]
-    # the exact results, and what they are made of
+    log_sum = np.where(some, -log_weights.max(axis=-1, keepdims=True), 0)  # of exp(scores - peak)
     out, grad_weights = weights @ v, grad_out @ transposed(v)
     delta = (weights * grad_weights).sum(axis=-1, keepdims=True)
     z = grad_weights - delta
-    grad_scores = weights * z * slope
-    middle = (weights * slope) @ k  # where a change of delta goes
+    sloped = weights if slope is None else weights * slope
+    grad_scores, middle = sloped * z, sloped @ k  # middle: where a change of delta goes
     grad_q, grad_k = factor * (grad_scores @ k), factor * fold(transposed(grad_scores) @ q)
+
+    def of_scores(model: _Rounding) -> tuple[list[Array], Array]:
+        """Errors of the scores: a pair's own; those that the keys of a row share; those that all share. Of the slope."""
+        unit = model.unit
+        own = model.join(factor * model.rounded(width, q, transposed(k)), unit * products) + lost_scores
+        errors, of_slope = [own, factor * unit * model.carried(q, transposed(k)), u * np.abs(products)], np.zeros(())
+        if slope is not None:
+            errors[0] = model.join(errors[0], 3 * unit * products)
+            size = np.abs(products) / cap
+            errors = [cap * np.tanh(e / cap) * (1 - tanh * np.tanh(size - e / cap)) for e in errors]  # tanh(a) - tanh(b)
+            errors[0] = model.join(errors[0], 4 * unit * cap * tanh)
+            of_slope = model.join(2 * tanh * sum(errors) / cap, unit * tanh, unit * slope)
+        rounded = unit * scores if additive is not None else 0.0
+        errors[0] = model.join(errors[0], rounded, unit * np.where(kept, log_weights + log_sum, 0), 3 * unit)
+        return [np.where(kept, e, 0) for e in (errors if model.power == 2 else [sum(errors)])], of_slope
 
     def changes(errors: Array, along_row: _Rounding, along_column: _Rounding) -> list[Array]:
         """Of out, lse, grad_q, grad_k, grad_v with errors of the scores, which add up so."""
-        raised = np.where(errors < 1, weights * np.expm1(np.minimum(errors, 1)), np.exp(np.minimum(log_weights + errors, 300)))
-        most = np.max(log_weights + errors, axis=-1, keepdims=True, initial=0)
-        of_lse = np.where(most < 300, np.log1p(along_row.along(raised)), most + np.log(np.maximum(keys, 1)))
-        linear = weights * errors
-        others = np.maximum(along_row.along(linear) ** along_row.power - linear**along_row.power, 0) ** (1 / along_row.power)
-        relative = np.where((errors < 0.5) & (of_lse < 0.5), (1 - weights) * errors + others, errors + of_lse)
+        shifted, linear = log_weights + errors, weights * errors
+        most = shifted.max(axis=-1, keepdims=True, initial=0)
+        large = np.where(errors < 1, weights * np.expm1(np.minimum(errors, 1)), np.exp(np.minimum(shifted, 300)))
+        of_lse = np.where(most < 300, np.log1p(along_row.along(large)), most + np.log(np.maximum(keys, 1)))
+        powers = along_row.raised(linear)
+        others = along_row.root(np.maximum(powers.sum(axis=-1, keepdims=True) - powers, 0))
+        relative = np.where((errors < 0.5) & (of_lse < 0.5), errors - linear + others, errors + of_lse)
         of_weights = np.where(
             relative < 1, weights * np.expm1(np.minimum(relative, 1)), np.exp(np.minimum(log_weights + relative, 0))
         )
         of_weights = np.where(kept, of_weights + tiny, 0)
-        of_delta = along_row.along(of_weights * z)
-        of_grad_scores = of_weights * np.abs(z) * slope + weights * slope * of_delta
-        of_grad_q = factor * along_row.about(of_weights * z, slope, k, middle) + np.minimum(of_lse, 1) * np.abs(grad_q)
+        weighted = of_weights * np.abs(z)
+        of_grad_scores = (weighted if slope is None else weighted * slope) + sloped * along_row.along(weighted)
         return [
-            along_row.about(of_weights, np.ones_like(z), v, out), of_lse, of_grad_q,
+            along_row.about(of_weights, v, out),
+            of_lse,
+            factor * along_row.about(weighted, k, middle, slope) + np.minimum(of_lse, 1) * np.abs(grad_q),
             factor * along_column.carried(transposed(of_grad_scores), q, fold),
             along_column.carried(transposed(of_weights), grad_out, fold),
-        ]  # fmt: skip
+        ]
 
-    # roundings behind the scores, the same in the two ways but for their adding up
-    ones = np.ones((weights.shape[-1], 1))
-    of_sum = model.rounded(keys, weights, ones)  # relative, of the sum of exponentials
-    of_out = model.join(model.rounded(keys, weights, v), 3 * unit * out)
-    of_lse = model.join(of_sum, 3 * unit * log_sum, unit * lse)
-    of_weights = np.minimum(model.join(of_lse, unit * lse), 1)  # relative, of a whole row
-    of_grad_weights = model.rounded(value_width, grad_out, transposed(v))
-    by_out = model.rounded(value_width, (grad_out * out)[..., None, :], np.ones((value_width, 1)))[..., 0]
-    by_weights = model.rounded(keys, weights * grad_weights, ones)
-    of_delta = model.join(
-        by_out, model.along(of_out * grad_out), by_weights, model.along(weights * of_grad_weights), of_sum * delta
-    )
-    of_grad_scores = model.join(weights * slope * of_grad_weights, 5 * unit * grad_scores, weights * z * slope_error)
-    of_grad_q = model.join(
-        factor * model.rounded(keys, grad_scores, k), factor * model.carried(of_grad_scores, k), factor * middle * of_delta,
-        of_weights * grad_q, 2 * unit * grad_q,
-    )  # fmt: skip
-    of_grad_scores = model.join(of_grad_scores, weights * slope * of_delta, of_weights * grad_scores)
-    of_grad_k = model.join(
-        factor * model.rounded(rows, transposed(grad_scores), q, fold),
-        factor * model.carried(transposed(of_grad_scores), q, fold), 2 * unit * grad_k,
-    )  # fmt: skip
-    of_grad_v = model.join(
-        model.rounded(rows, transposed(weights), grad_out, fold), model.carried(transposed(weights * of_weights), grad_out, fold)
-    )
-    roundings = [model.join(of_out, of_sum * out), of_lse, of_grad_q, of_grad_k, of_grad_v]
-    total = [model.join(*parts) for parts in zip(roundings, changes(errors[0], model, model))]
-    worst = _Rounding(1, model.u)
-    for shared, along_column in zip(errors[1:], (model, worst)):
-        total = [a + b for a, b in zip(total, changes(shared, worst, along_column))]
-    total[1] = total[1][..., 0]
-    return total
+    def roundings(model: _Rounding, of_slope: Array) -> list[Array]:
+        """Of the same, behind the scores."""
+        unit, ones = model.unit, np.ones((max(weights.shape[-1], value_width), 1))
+        of_sum = model.rounded(keys, weights, ones[: weights.shape[-1]])  # relative, of the sum of exponentials
+        of_out = model.join(model.rounded(keys, weights, v), 3 * unit * out)
+        of_lse = model.join(of_sum, 3 * unit * log_sum, unit * lse)
+        of_weights = np.minimum(model.join(of_lse, unit * lse), 1)  # relative, of a whole row
+        of_grad_weights = model.rounded(value_width, grad_out, transposed(v))
+        of_delta = model.join(
+            model.rounded(value_width, grad_out * out, ones[:value_width]),
+            model.along(of_out * grad_out),
+            model.rounded(keys, weights * grad_weights, ones[: weights.shape[-1]]),
+            model.along(weights * of_grad_weights),
+            of_sum * delta,
+        )
+        of_grad_scores = model.join(sloped * of_grad_weights, 5 * unit * grad_scores, weights * z * of_slope)
+        of_grad_q = model.join(
+            factor * model.rounded(keys, grad_scores, k), factor * model.carried(of_grad_scores, k),
+            factor * middle * of_delta, of_weights * grad_q, 2 * unit * grad_q,
+        )  # fmt: skip
+        of_grad_scores = model.join(of_grad_scores, sloped * of_delta, of_weights * grad_scores)
+        of_grad_k = model.join(
+            factor * model.rounded(rows, transposed(grad_scores), q, fold),
+            factor * model.carried(transposed(of_grad_scores), q, fold), 2 * unit * grad_k,
+        )  # fmt: skip
+        of_grad_v = model.join(
+            model.rounded(rows, transposed(weights), grad_out, fold),
+            model.carried(transposed(weights * of_weights), grad_out, fold),
+        )
+        return [model.join(of_out, of_sum * out), of_lse, of_grad_q, of_grad_k, of_grad_v]
+
+    def added_up(model: _Rounding) -> list[Array]:
+        (own, *shared), of_slope = of_scores(model)
+        total = [model.join(*parts) for parts in zip(roundings(model, of_slope), changes(own, model, model))]
+        for errors, along_column in zip(shared, (model, worst)):
+            total = [x + y for x, y in zip(total, changes(errors, worst, along_column))]
+        total[1] = total[1][..., 0]
+        return total
+
+    worst = _Rounding(1, u)
+    return [added_up(worst), added_up(_Rounding(2, u))]

@@ -682,7 +682,7 @@ def test_an_empty_row_and_a_key_that_nobody_attends_have_no_error(rng):
     gone[1] = gone[:, 2] = True
     out, lse, grad_q, grad_k, grad_v = reference.error_bounds(*draw(rng), np.float32, mask=gone)
     for none in (out[:, :, 1], lse[:, :, 1], grad_q[:, :, 1], grad_k[:, :, 2], grad_v[:, :, 2]):
-        assert none.max() < 1e-40
+        assert none.max() < 1e-35
     assert out[:, :, 0].min() > 1e-9
 
 
