@@ -453,7 +453,7 @@ APPEND = [
     ({"lengths": [1, 4, 0]}, ValueError, "lengths must lie in [0, n] = [0, 3], got 4 at index 1"),
     ({"lengths": [1, 2, -1]}, ValueError, "lengths must lie in [0, n] = [0, 3], got -1 at index 2"),
     ({"lengths": [1, 2**63, 1]}, ValueError, "lengths must lie in [0, n] = [0, 3], got 9223372036854775808 at index 1"),
-    ({"lengths": np.ma.array([1, 2, 3])}, TypeError, 
+    ({"lengths": np.ma.array([1, 2, 3])}, TypeError,
      "lengths is a masked array, whose mask would be lost: pass lengths.filled(...)"),
     ({"k": np.ma.array(K)}, TypeError, "k is a masked array, whose mask would be lost: pass k.filled(...)"),
     ({"v": np.ma.array(V)}, TypeError, "v is a masked array, whose mask would be lost: pass v.filled(...)"),
