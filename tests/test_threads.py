@@ -321,11 +321,12 @@ def test_an_error_inside_a_call_leaves_blas_as_it_was(tmp_path):
             getattr(library, threads.blas_setter)(2)
         q, k = np.ones((1, 1, 1, 1)), np.ones((1, 1, 100_000, 1))
         v = np.full((1, 1, 100_000, 64), np.nan)            # 51 MB
-        fastmha.attention(q, k, v[..., :1], algorithm="blas")                 # everything warm
+        mask = np.zeros((1, 100_000), bool)                 # without one there is nothing to be kept from the rows
+        fastmha.attention(q, k, v[..., :1], mask=mask, algorithm="blas")      # everything warm
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, resource.RLIM_INFINITY))
         try:
-            fastmha.attention(q, k, v, algorithm="blas")
+            fastmha.attention(q, k, v, mask=mask, algorithm="blas")
         except MemoryError as error:
             print(error)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
