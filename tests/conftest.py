@@ -118,6 +118,16 @@ def error_bounds(q, k, v, g, dtype, **keywords):
     return _largest[call]
 
 
+def weights_bound(q, k, dtype, layout="BHLD", **keywords):
+    """Largest difference between two computed probabilities: they are the output for values that are the identity."""
+    heads, length = (1, 2) if layout == "BHLD" else (2, 1)
+    values = np.broadcast_to(np.eye(k.shape[length]), (len(k), k.shape[heads], k.shape[length], k.shape[length]))
+    grad = np.zeros((len(q), q.shape[heads], q.shape[length], k.shape[length]))
+    if layout == "BLHD":
+        values, grad = values.swapaxes(1, 2), grad.swapaxes(1, 2)
+    return error_bounds(q, k, values, grad, dtype, layout=layout, **keywords)[0]
+
+
 RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 
