@@ -6,7 +6,9 @@
                     heads, strides, projections, crossover, kv_cache, textbook, counts, layers, memory
     shape.py        one shape: prediction beside measurement
     machine.py      what this machine is and what it can do at best
+    pace.py         how long trials take here, what is announced, and what a limit leaves of them
     runner.py       runs trials, keeps records through interruptions, results as JSON
+    folder.py       the folder of a study: one process at a time, whole files, damaged ones set aside
     answer.py       an answer as data: sentences, tables, pictures
     report.py       answers for the terminal, as Markdown and as one HTML file
     plots.py        the pictures

@@ -7,18 +7,20 @@ import importlib.util
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastmha import threads
-from fastmha.study import machine, questions, runner, shape
+from fastmha.study import folder, machine, pace, questions, runner, shape
 from fastmha.study.trial import ArmsDisagreeError, Trial
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 EXTRA = ("rich", "matplotlib")
+FULL = (errno.ENOSPC, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
 DESCRIPTION = "Measure what the memory layout of heads does to attention on this machine: tables, pictures, a report, JSON."
 
 
@@ -50,6 +52,7 @@ positive.__name__ = "positive integer"      # argparse puts it into its message
 def run(options: argparse.Namespace, command: str) -> int:
     """Measure, print the tables, save results, pictures and report. Returns the exit status: 1 if arms disagree, 2 if the
     extra is not installed or the folder cannot serve, 130 if it was interrupted."""
+    begin = time.perf_counter()
     if options.shape is not None and options.only:
         return failed("takes either --shape or --only")
     if options.shape is not None:
@@ -57,12 +60,25 @@ def run(options: argparse.Namespace, command: str) -> int:
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         return failed(f'needs {" and ".join(missing)}: pip install "fastmha[study]"')
-    from rich.console import Console
-
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return failed(f"cannot make the folder {options.out}: {error.strerror}")
+    try:
+        with folder.held(options.out, command):
+            return study(options, folder.printable(command), begin)
+    except folder.HeldError as error:
+        return failed(str(error), sign=": ")
+    except OSError as error:
+        if error.filename is None and error.errno not in FULL:       # not about a file: a trial's own
+            raise
+        return failed(f"cannot write into {options.out}: {error.strerror}")
+
+
+def study(options: argparse.Namespace, command: str, begin: float) -> int:
+    """`run` in a folder that is there and held; what began at `begin` of `time.perf_counter`."""
+    from rich.console import Console
+
     num_threads = threads.resolve(options.threads)
     asked = questions.chosen(options.only)
     trials = questions.trials(asked, options.quick, num_threads)
@@ -70,14 +86,20 @@ def run(options: argparse.Namespace, command: str) -> int:
     store = None
     try:
         store = runner.Store(options.out, {**machine.describe(num_threads, command), "quick": options.quick})
+        if store.damage:
+            failed(store.damage, sign=": ")
         left = [t for t in trials if (t.question, t.label) not in store.records]
         if len(left) < len(trials):
             talk.print(f"{len(trials) - len(left)} of {len(trials)} measurements were made before the interruption",
                        highlight=False)
-        flops, seconds = runner.planned(left)
-        talk.print(f"{len(left)} measurements, at least {flops / 1e12:.1f} TFLOP, about {seconds / 60:.1f} minutes",
-                   highlight=False)
-        measure(left, store, talk)
+        with talk.status("measuring the machine"):
+            runner.measure_limits(store)
+            costs = pace.calibrated(num_threads, store.limits, store.about)
+        budget = pace.Budget(
+            left, costs, pace.QUICK_LIMIT if options.quick else None, after=pace.PICTURES * len(asked) * costs["picture"],
+            spent=time.perf_counter() - begin + costs["process"], measured={question for question, _ in store.records})
+        talk.print(announcement(left, budget), highlight=False)
+        measure(left, store, talk, budget)
         found = store.finish(trials)
         from fastmha.study import report
 
@@ -86,17 +108,22 @@ def run(options: argparse.Namespace, command: str) -> int:
         files = report.write(options.out, found, asked, None if options.json else talk)
     except (ArmsDisagreeError, runner.OtherStudyError) as error:
         return failed(str(error), 1 if isinstance(error, ArmsDisagreeError) else 2, ": ")
-    except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EIO):     # not about a file: a trial's own
-            raise
-        return failed(f"cannot write into {options.out}: {error.strerror}")
     except KeyboardInterrupt:
         if store is not None and not store.path.exists():
             return failed(f"interrupted; {store.results} holds the measurements, the report is not written", 130, ": ")
         return failed(f"interrupted; the same command goes on from what {options.out} holds", 130, ": ")
     for what, path in files.items():
-        talk.print(f"{what}: {path}", highlight=False, soft_wrap=True)
+        talk.print(f"{what}: {folder.printable(path)}", highlight=False, soft_wrap=True, markup=False)
     return 0
+
+
+def announcement(trials: Sequence[Trial], budget: pace.Budget) -> str:
+    """How many measurements, how much work, how long; and how many there is no time for."""
+    seconds = budget.announced
+    about = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
+    flops, dropped = runner.planned(budget.kept)[0], len(trials) - len(budget.kept)
+    return (f"{len(budget.kept)} measurements, at least {flops / 1e12:.1f} TFLOP, about {about} in all"
+            + (f"; {dropped} more, the longest, only if there is time" if dropped else ""))
 
 
 def failed(sentence: str, status: int = 2, sign: str = " ") -> int:
@@ -104,15 +131,16 @@ def failed(sentence: str, status: int = 2, sign: str = " ") -> int:
     return status
 
 
-def measure(trials: Sequence[Trial], store: runner.Store, console: Console) -> None:
-    """Run the trials under a progress bar in planned seconds."""
+def measure(trials: Sequence[Trial], store: runner.Store, console: Console, budget: pace.Budget | None = None) -> None:
+    """Run the trials for which there is time under a progress bar in planned seconds."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeRemainingColumn()
+    budget = budget or pace.Budget(trials)
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("limits of the machine", total=runner.planned(trials)[1])
+        bar = progress.add_task("limits of the machine", total=budget.planned)
         runner.run(trials, store, lambda trial, done: progress.update(
-            bar, completed=done, description=f"{trial.question}: {trial.label}" if trial else "done"))
+            bar, completed=done, description=f"{trial.question}: {trial.label}" if trial else "done"), budget)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,6 +44,8 @@ CACHES = {"D1": (49152, 12, LINE), "LL": (1048576, 16, LINE)}       # bytes, way
 EVENTS = ("L1-dcache-load-misses", "dTLB-load-misses", "cache-misses", "instructions")
 PERF_CALLS = 50
 PATIENCE = 300.0                # seconds until a child that does not answer is given up
+STARTS_A_SECOND = 3.0           # processes that start, without valgrind, in a planned second of a trial and in its share of the
+                                # child's start
 _MADDS_PER_SECOND = 17e6        # under callgrind, about: each fused multiply-add is a function call there
 ENTRY = "from fastmha.study.counts import work; import sys; work(sys.stdin, sys.stdout)"
 
@@ -352,9 +354,12 @@ def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[s
         return found
 
     runs = sum(arm != "pack" for arm in (*ARMS, *twice)) + 1
-    seconds = 1.5 + runs * madds / _MADDS_PER_SECOND if shutil.which("valgrind") and shutil.which("vgdb") else 0.1
+    seconds, starts = 0.1, 0.0
+    if shutil.which("valgrind") and shutil.which("vgdb"):
+        seconds = 1.5 + runs * madds / _MADDS_PER_SECOND
+        starts = STARTS_A_SECOND * seconds
     factors = {**asdict(case), "direction": direction}
-    return Trial(NAME, f"{case.name} {direction}", factors, measure, seconds, len(ARMS) * madds * 2)
+    return Trial(NAME, f"{case.name} {direction}", factors, measure, seconds, len(ARMS) * madds * 2, {"process": starts})
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:

@@ -24,7 +24,7 @@ from fastmha import _core, algorithms, validate
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text
 from fastmha.study.cases import DIRECTIONS, Case, Run
-from fastmha.study.trial import TOLERANCE, Arms, Trial, agree, differs, timed
+from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, differs, timed
 
 NAME = "heads"
 TITLE = "Strided or contiguous heads"
@@ -148,9 +148,17 @@ def trial(run: Run, num_threads: int, seconds: float, question: str = NAME) -> T
         [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold, places=PLACES,
         flops=flops, bytes=case.operand_bytes(direction), packed_bytes=case.packed_bytes(direction), row_bytes=case.row_bytes)
     label = f"{case.name} {direction} {count}T{' cold' * run.cold}"
-    # six calls to check and warm up, and at least five rounds of three
+    work = least(case, direction, 3 * LEAST_CALLS, count)
     return Trial(question, label, {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure,
-                 seconds, 3 * flops)
+                 seconds, 3 * flops, {**work, "fresh": 4 * case.operand_bytes(direction)})
+
+
+def least(case: Case, direction: str, calls: float, num_threads: int) -> dict[str, float]:
+    """So many calls of a kernel as `Trial.least` states them."""
+    if case.algorithm == "decode":
+        return {"read": calls * case.operand_bytes(direction)}
+    kind = f"{case.algorithm} {direction}{' 1T' * (num_threads == 1)}"
+    return {kind: calls * case.flops(direction) * case.itemsize / 4}
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
@@ -173,7 +181,8 @@ def answer(found: Found) -> Answer | None:
         "case", "strided", "contiguous", "strided / contiguous", "strided / packed", "pack"), [_row(r) for r in rest],
         "GFLOP/s at the median time; ratios of times within a round with half their intervals, = where there is no difference: "
         "above 1 contiguous is faster; pack: share of the contiguous arm's time that packing takes. T: threads."))
-    pictures = [_bars(long, found)]
+    bars = _bars(long, found)
+    pictures = [bars] if bars.data["bars"] else []
     if grid and mapped:
         pictures = [_map_picture(grid, "contiguous", "packing included"), _map_picture(grid, "packed", "packing not included"),
                     *pictures]
@@ -204,6 +213,8 @@ def _short(long: Sequence[Record], decode: Sequence[Record]) -> str:
         return (sum(differs(q) and q["median"] < 1 for q in ratios), sum(differs(q) and q["median"] > 1 for q in ratios),
                 geomean(q["median"] for q in ratios))
 
+    if not long:
+        return _decode_sentence(decode)
     strided, contiguous, mean = sides("strided/contiguous")
     slower, faster, kernel = sides("strided/packed")
     most = max(long, key=lambda r: r["ratios"]["strided/contiguous"]["median"])
@@ -212,12 +223,13 @@ def _short(long: Sequence[Record], decode: Sequence[Record]) -> str:
             f"{mean:.2f}); packing gains most in {most['label']}, {most['ratios']['strided/contiguous']['median']:.2f}. The "
             f"kernels alone are faster on contiguous heads in {faster} cases, slower in {slower} (geometric mean {kernel:.2f}): "
             "it is the copy that costs, and short sequences cannot earn it back.")
-    if decode:
-        least = min(decode, key=lambda r: r["ratios"]["strided/packed"]["median"])["ratios"]["strided/packed"]["median"]
-        top = max(decode, key=lambda r: r["ratios"]["strided/packed"]["median"])["ratios"]["strided/packed"]["median"]
-        times = f"{least:.2f}" if least == top else f"{least:.2f} to {top:.2f}"
-        said += f' "decode" on strided keys takes {times} of its time on contiguous ones.'
-    return said
+    return f"{said} {_decode_sentence(decode)}" if decode else said
+
+
+def _decode_sentence(decode: Sequence[Record]) -> str:
+    ratios = [r["ratios"]["strided/packed"]["median"] for r in decode]
+    times = f"{min(ratios):.2f}" if len(set(ratios)) == 1 else f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f'"decode" on strided keys takes {times} of its time on contiguous ones.'
 
 
 def _row(r: Record) -> list[str]:

@@ -26,7 +26,7 @@ import numpy as np
 from fastmha import algorithms, validate
 from fastmha.cache import KVCache
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, time_text, times_text
-from fastmha.study.trial import Arms, Trial, agree, timed
+from fastmha.study.trial import LEAST_CALLS, Arms, Trial, agree, timed
 
 NAME = "cache"
 TITLE = "The KV cache: head-major or length-major"
@@ -177,7 +177,9 @@ def trial(work: str, shape: Shape, threads: int, seconds: float) -> Trial:
     measure = timed(lambda: prepare(shape, work, threads), ratios, flops=flops, bytes=shape.layer_bytes * shape.layers,
                     calls=shape.layers * (TOKENS if work == "append" else 1))
     factors = {"kind": work, **asdict(shape), "threads": threads, "dtype": "float32"}
-    return Trial(NAME, f"{work} {shape.label} f32 {threads}T", factors, measure, seconds, 4 * flops)
+    filled = 2 * shape.layers * (shape.layer_bytes + 8 * shape.B * shape.Hkv * ROOM * shape.D)       # in two layouts
+    least = {"fresh": 2 * filled, "read": 4 * LEAST_CALLS * shape.layer_bytes * shape.layers * (work == "decode")}
+    return Trial(NAME, f"{work} {shape.label} f32 {threads}T", factors, measure, seconds, 4 * flops, least)
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
@@ -286,7 +288,7 @@ def answer(found: Found) -> Answer | None:
         + ". An assignment in NumPy costs some time whatever it copies, which hides a part of the difference where a token is "
         f"small. The capacity is Lk + {ROOM}; head-major, where that is a power of two, the newest slots of all heads meet in "
         "the same cache sets.")
-    return Answer(_short(decodes, appends, chunks), method, limits, tables, [picture])
+    return Answer(_short(decodes, appends, chunks), method, limits, tables, [picture] if panels else [])
 
 
 def _panel(title: str, records: Sequence[Record], work: str) -> dict[str, Any]:

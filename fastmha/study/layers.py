@@ -17,7 +17,7 @@ from fastmha.plan import choose_layout, product_by_blas
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, spread, time_text
 from fastmha.study.cases import Layer
-from fastmha.study.trial import TOLERANCE, Arms, Trial, agree, differs, timed
+from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, differs, timed
 
 NAME = "layers"
 TITLE = "The layer as a whole, and what \"auto\" chooses"
@@ -54,9 +54,15 @@ def trial(layer: Layer, what: str, num_threads: int, seconds: float, algorithm: 
 
     flops = analysis.count_flops(layer.B, layer.L, layer.d_model, layer.H, n_kv_heads=layer.Hkv or None, is_causal=layer.causal,
                                  backward=what == "training")
+    calls = 2 * LEAST_CALLS
+    tokens, pairs = layer.B * layer.L, layer.B * layer.L**2 * layer.d_model * (0.5 if layer.causal else 1.0)
+    work = {"product": calls * 8 * tokens * layer.d_model**2 * (3 if what == "training" else 1),
+            "tiled forward": calls * 4 * pairs, "tiled backward": calls * 10 * pairs * (what == "training")}
+    single, wide = " 1T" * (num_threads == 1), np.dtype(layer.dtype).itemsize / 4
     return Trial(NAME, label, {**asdict(layer), "D": layer.D, "pass": what, "threads": num_threads, "algorithm": algorithm,
                               "by_blas": algorithm == "blas" or product_by_blas(2)},
-                 timed(checked, [("strided", "contiguous")], flops=flops), seconds, 2 * flops)
+                 timed(checked, [("strided", "contiguous")], flops=flops), seconds, 2 * flops,
+                 {kind + single: wide * amount for kind, amount in work.items()})
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:

@@ -82,6 +82,13 @@ class Work:
         """The counted bytes without the score matrices where only blocks of them exist."""
         return self.counted["total"] - (0 if self.weights else scores_bytes(self.counted))
 
+    def least(self, num_threads: int) -> dict[str, float]:
+        """As `Trial.least` states it: a process, and in it two calls."""
+        parts = flop_parts(self.B, self.L, self.d_model, self.H, training=self.training)
+        kind, single = f"{self.algorithm} {'backward' if self.training else 'forward'}", " 1T" * (num_threads == 1)
+        return {"process": 1, "fresh": 2 * self.held, f"product{single}": 2 * parts["projections"],
+                f"{kind}{single}": 2 * parts["attention"]}
+
     def scratch(self, num_threads: int) -> int:
         """Bytes in which the attention works, of all threads: not counted."""
         heads = np.broadcast_to(np.float32(0), (self.B, self.H, self.L, self.d_model // self.H))
@@ -261,7 +268,8 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     def trial(work: Work) -> Trial:
         spend = max(0.1, work.flops / ROUGH_RATE) if quick else max(0.5, 2 * work.flops / ROUGH_RATE)
         return Trial(NAME, work.label, {**asdict(work), "arm": work.arm, "threads": num_threads},
-                     lambda seconds: measure(work, num_threads, seconds - START_SECONDS), START_SECONDS + spend, work.flops)
+                     lambda seconds: measure(work, num_threads, max(0.001, seconds - START_SECONDS)), START_SECONDS + spend,
+                     work.flops, work.least(num_threads))
 
     return [trial(work) for work in works(quick)]
 

@@ -20,6 +20,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
+from fastmha.study.folder import replacing
+
 Found = Mapping[str, Any]
 
 WIDTH, DPI = 10.0, 130                  # inches; pixels per inch
@@ -214,6 +216,10 @@ def lines(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str,
             axes.axhline(panel["reference"], color="black", linewidth=0.8, dashes=(2, 2), zorder=1)
         axes.grid(color="0.88", linewidth=0.6)
         axes.set_axisbelow(True)
+        for log, limits, put in ((x_log2, axes.get_xlim, axes.set_xlim), (y_log, axes.get_ylim, axes.set_ylim)):
+            low, high = limits()
+            if log and high < 1.0001 * low:         # one point: a logarithmic axis around it has no length
+                put(low / 2, high * 2)
         if x_log2:
             _powers_of_two(axes, [v for series in panel["series"] for v in series["x"]], WIDTH / columns - 1.0)
         else:
@@ -355,8 +361,10 @@ def _save(figure: Figure, path: Path, found: Found, title: str, handles: Sequenc
         legend.set_bbox_to_anchor((0.5, 1 - (GAP + tall[0]) / total), figure.transFigure)
     foot.set_y(GAP / total)
     figure.set_layout_engine("constrained", rect=(0, (GAP + tall[2]) / total, 1, height / total))
-    with matplotlib.rc_context({"hatch.linewidth": 0.6}):
-        figure.savefig(path, dpi=DPI)
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine("none")
+    with matplotlib.rc_context({"hatch.linewidth": 0.6}), replacing(path) as partial:
+        figure.canvas.print_png(partial)        # `savefig` would draw everything twice, once for the layout
 
 
 def _plain(text: str) -> str:

@@ -27,8 +27,9 @@ import numpy as np
 from fastmha import algorithms, validate
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, time_text, times_text
 from fastmha.study.cases import Case, case
+from fastmha.study.heads import least
 from fastmha.study.machine import memory
-from fastmha.study.trial import TOLERANCE, Arms, Trial, agree, timed
+from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, timed
 
 NAME = "projections"
 TITLE = "One projection or three, and the order of the heads"
@@ -193,17 +194,23 @@ def layer_arms(of: Case, num_threads: int) -> Arms:
 # ---------------------------------------------------------------------------------------------- trials
 
 def _trial(kind: str, label: str, factors: Mapping[str, Any], names: Sequence[str], prepare: Callable[[], Arms], flops: int,
-           seconds: float) -> Trial:
+           seconds: float, work: Mapping[str, float]) -> Trial:
+    """`work`: of one arm, called once."""
     first, *others = names
     seconds = max(seconds, 5 * len(names) * flops / _PLANNED_FLOPS)
     measure = timed(prepare, [(other, first) for other in others], flops=flops)
-    return Trial(NAME, f"{kind} {label}", {"kind": kind, **factors}, measure, seconds, len(names) * flops)
+    return Trial(NAME, f"{kind} {label}", {"kind": kind, **factors}, measure, seconds, len(names) * flops,
+                 {name: LEAST_CALLS * len(names) * amount for name, amount in work.items()})
 
 
 def product(tokens: int, d: int, threads: int, seconds: float, blas: bool = False) -> Trial:
     factors = {"tokens": tokens, "d_model": d, "threads": threads, "blas": blas, "dtype": "float32"}
     return _trial("product", f"M{tokens} d{d} f32 {threads}T{' blas' * blas}", factors, PRODUCTS,
-                  lambda: product_arms(tokens, d, threads, blas), 2 * tokens * d * 3 * d, seconds)
+                  lambda: product_arms(tokens, d, threads, blas), 2 * tokens * d * 3 * d, seconds, _products(tokens, d, threads))
+
+
+def _products(tokens: int, d: int, threads: int) -> dict[str, float]:
+    return {f"product{' 1T' * (threads == 1)}": 2 * tokens * d * 3 * d}
 
 
 def _factors(of: Case, direction: str, threads: int) -> dict[str, Any]:
@@ -213,13 +220,14 @@ def _factors(of: Case, direction: str, threads: int) -> dict[str, Any]:
 
 def attention(of: Case, direction: str, threads: int, seconds: float) -> Trial:
     return _trial("attention", f"{of.name} {direction} {threads}T", _factors(of, direction, threads), LAYOUTS,
-                  lambda: attention_arms(of, direction, threads), of.flops(direction), seconds)
+                  lambda: attention_arms(of, direction, threads), of.flops(direction), seconds, least(of, direction, 1, threads))
 
 
 def layer(of: Case, threads: int, seconds: float) -> Trial:
     d = of.H * of.D
     return _trial("layer", f"{of.name} {threads}T", _factors(of, "forward", threads), LAYERS, lambda: layer_arms(of, threads),
-                  2 * of.Lq * d * 3 * d + of.flops("forward"), seconds)
+                  2 * of.Lq * d * 3 * d + of.flops("forward"), seconds,
+                  {**_products(of.Lq, d, threads), **least(of, "forward", 1, threads)})
 
 
 def _case(d: int, L: int, algorithm: str) -> Case:

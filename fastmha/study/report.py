@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fastmha.study.answer import Answer, Found, Picture, Table
+from fastmha.study.folder import replace_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +64,7 @@ def write(folder: Path, found: Found, asked: Sequence[ModuleType], console: Cons
         _print(console, found, answers)
     draw(folder, found, answers)
     for name, text in ((PAGE, _page(folder, found, answers)), (TEXT, markdown(found, answers))):
-        (folder / name).write_text(text, encoding="utf-8")
+        replace_text(folder / name, text)
     return {"Results": folder / runner.RESULTS, "Report": folder / PAGE, "Pictures": folder}
 
 
@@ -90,7 +91,18 @@ def facts(found: Found) -> list[tuple[str, str]]:
         ("Versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("Limits, measured", f"products: {', '.join(products)}; read from memory: {limits['read'] / 1e9:.3g} GB/s"),
         ("Measurements", f"{len(found['records'])}{' (a quick look)' if found.get('quick') else ''}"),
+        *left_out(found),
     ]
+
+
+def left_out(found: Found) -> list[tuple[str, str]]:
+    """Which measurements there was no time for, and how many: name and text, or nothing."""
+    by_question: dict[str, list[str]] = {}
+    for each in found.get("left_out", ()):
+        by_question.setdefault(each["question"], []).append(each["label"])
+    count = sum(map(len, by_question.values()))
+    names = "; ".join(f"{question}: {', '.join(labels)}" for question, labels in by_question.items())
+    return [("Left out for lack of time", f"{count} ({names})")] if count else []
 
 
 def numbers(table: Table) -> list[bool]:
@@ -107,6 +119,8 @@ def _print(console: Console, found: Found, answers: Answers) -> None:
 
     count = found["threads"]
     console.print(Text(f"{found['machine']['cpu']}, {count} thread{'s' * (count != 1)}, {found['kernels']['isa']} kernels"))
+    for name, text in left_out(found):
+        console.print(Text(f"{name}: {text}"))
     for question, answer in answers:
         console.print()
         console.print(Text(question.TITLE, "bold"))
@@ -271,18 +285,31 @@ def _bytes(size: int) -> str:
     return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
 
 
-def main(document: Path) -> None:
+def main(document: Path) -> int:
     """``python -m fastmha.study.report docs/layouts.md``: refresh a document, and draw its pictures, from results.json in the
-    folder of its name."""
+    folder of its name. Returns the exit status: 2 if the results cannot be read."""
     from fastmha.study import questions, runner
 
     folder = document.with_suffix("")
-    found = runner.read(folder / runner.RESULTS)
-    draw(folder, found, [(question, question.answer(found)) for question in questions.ALL])
-    document.write_text(refreshed(document.read_text(encoding="utf-8"), found, f"{folder.name}/"), encoding="utf-8")
+    results = folder / runner.RESULTS
+    try:
+        found = runner.read(results)
+    except (OSError, ValueError) as error:
+        sentence = f"cannot read {results}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"fastmha study: {sentence}", file=sys.stderr)
+        return 2
+    try:
+        draw(folder, found, [(question, question.answer(found)) for question in questions.ALL])
+        text = refreshed(document.read_text(encoding="utf-8"), found, f"{folder.name}/")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        print(f"fastmha study: {results} holds what no measurement of this version has found: {type(error).__name__}: {error}",
+              file=sys.stderr)
+        return 2
+    replace_text(document, text)
+    return 0
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1])))
 
 

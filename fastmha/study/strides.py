@@ -23,8 +23,9 @@ from fastmha import algorithms, validate
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, times_text
 from fastmha.study.cases import Case
+from fastmha.study.heads import least
 from fastmha.study.machine import geometry, memory
-from fastmha.study.trial import TOLERANCE, Arms, Trial, agree, timed
+from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, timed
 
 NAME = "strides"
 TITLE = "Power-of-two strides and padding"
@@ -110,9 +111,11 @@ def _trial(kind: str, case: Case, direction: str, places: Mapping[str, Place], r
            seconds: float, what: str, **factors: Any) -> Trial:
     flops = case.flops(direction)
     measure = timed(lambda: prepare(case, direction, places, threads), ratios, flops=flops, caches=geometry())
+    work = {**least(case, direction, LEAST_CALLS * len(places), threads),
+            "fresh": sum(case.Lq * place.row for place in places.values())}
     return Trial(NAME, f"{kind} {case.name} {direction} {threads}T {what}",
                  {"kind": kind, **asdict(case), "direction": direction, "threads": threads, **factors}, measure, seconds,
-                 len(places) * flops)
+                 len(places) * flops, work)
 
 
 def padding(case: Case, direction: str, multiple: int, threads: int, seconds: float) -> Trial:

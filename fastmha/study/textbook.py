@@ -33,7 +33,7 @@ from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, time_text
 from fastmha.study.cases import Case
 from fastmha.study.heads import TOLERANCE
-from fastmha.study.trial import LEAST_ROUNDS, Arms, Trial, agree, differs, interleave, interval
+from fastmha.study.trial import LEAST_CALLS, LEAST_ROUNDS, Arms, Trial, agree, differs, interleave, interval, warm_up
 
 NAME = "numpy"
 TITLE = "NumPy's own products"
@@ -160,8 +160,7 @@ def trial(case: Case, what: str, layout: str, seconds: float) -> Trial:
     def measure(seconds: float) -> dict[str, Any]:
         functions = checked_arms(case, what, layout)
         with one_blas_thread() as held:
-            for function in functions.values():
-                function()
+            warm_up(functions)
             times = interleave(functions, seconds, None if held else lambda: time.sleep(REST))
         return {"rounds": len(next(iter(times.values()))), "flops": flops, "one_blas_thread": held,
                 "arms": {name: {"best": float(t.min()), **interval(t)} for name, t in times.items()},
@@ -170,7 +169,9 @@ def trial(case: Case, what: str, layout: str, seconds: float) -> Trial:
     if blas_threads() is None:
         seconds = max(seconds, LEAST_ROUNDS * len(ARMS[what]) * REST)
     label = f"{layout} {case.shape} f{8 * case.itemsize} {what}"
-    return Trial(NAME, label, {**asdict(case), "what": what, "layout": layout}, measure, seconds, 3 * flops)
+    weights = case.B * case.H * case.Lq * case.Lk * case.itemsize
+    least = {"product 1T": 3 * LEAST_CALLS * flops * case.itemsize / 4, "fresh": 3 * weights}
+    return Trial(NAME, label, {**asdict(case), "what": what, "layout": layout}, measure, seconds, 3 * flops, least)
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:

@@ -20,6 +20,7 @@ import numpy as np
 LEAST_ROUNDS, MOST_ROUNDS = 5, 300
 WARM_BELOW = 0.01       # seconds: shorter calls run once untimed before they are timed, or an arm would pay for the operands that
                         # another one has put into the caches in the place of its own
+LEAST_CALLS = LEAST_ROUNDS + 1      # of an arm: its answer is compared before it is timed
 RESAMPLES, CONFIDENCE = 1000, 0.95
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}     # of the largest element: arms differ in the order of sums at most
 
@@ -48,6 +49,8 @@ class Trial:
         Planned, all in all.
     flops : int
         Planned operations of every arm once; 0 where nothing is computed.
+    least : dict
+        What it does at least, however little time it is given: kinds of work, those of `pace.calibrated`, and amounts.
     """
 
     question: str
@@ -56,10 +59,12 @@ class Trial:
     measure: Callable[[float], dict[str, Any]] = field(repr=False, compare=False)
     seconds: float
     flops: int = 0
+    least: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
-    def record(self) -> dict[str, Any]:
-        """Measure; the trial and what was found, for JSON."""
-        return {"question": self.question, "label": self.label, "factors": self.factors, **self.measure(self.seconds)}
+    def record(self, seconds: float | None = None) -> dict[str, Any]:
+        """Measure, for so many seconds or for those planned; the trial and what was found, for JSON."""
+        found = self.measure(self.seconds if seconds is None else seconds)
+        return {"question": self.question, "label": self.label, "factors": self.factors, **found}
 
 
 def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, cold: bool = False, places: int = 1,
@@ -90,8 +95,7 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
         begin = now = time.perf_counter()
         while not parts or (len(parts) < places and (now - begin) * (1 + 1 / len(parts)) < 1.5 * seconds):
             arms = prepare()
-            for function in arms.values():      # memory, pool and caches as in every later call
-                function()
+            warm_up(arms)
             parts.append(interleave(arms, seconds / places, flush if cold else None, MOST_ROUNDS // places))
             now = time.perf_counter()
         least = min(len(next(iter(part.values()))) for part in parts)
@@ -101,6 +105,15 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
                 "ratios": {f"{a}/{b}": interval(times[a] / times[b]) for a, b in ratios}}
 
     return measure
+
+
+def warm_up(arms: Arms) -> None:
+    """Call each arm once, until one takes long: memory, pool and caches as in every later call, where that can be told."""
+    for function in arms.values():
+        start = time.perf_counter()
+        function()
+        if time.perf_counter() - start >= WARM_BELOW:
+            return
 
 
 def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None,
