@@ -100,9 +100,12 @@ static void FMHA_NAME(decode_scores)(const fmha_problem *p, ptrdiff_t rows, ptrd
     }
 }
 
-/* out (rows, columns) <- out + a (rows, depth) @ v (depth, columns), the first time (shrink given) shrink * out + … */
+/* out (rows, columns) <- out + a (rows, depth) @ v (depth, columns), the first time (shrink given) shrink * out + … Each is a
+ * product of its own: where one compiled body serves both, a compiler may select shrink * out or out before the sum, and not fuse
+ * them in the body for some numbers of rows, whose bits are then others. */
 #define DECODE_SUMS(type) \
-    FMHA_NAME(product_of)(type, shrink ? 2 : 1, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink ? shrink : a)
+    if (shrink) FMHA_NAME(product_of)(type, 2, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink); \
+    else FMHA_NAME(product_of)(type, 1, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, a)
 static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a, const char *v, ptrdiff_t ldv,
                                    REAL *out, const REAL *shrink)
 {
