@@ -86,31 +86,31 @@ os._exit(0)
 """
 
 
-def measured(program, call, threads):
+def measured(program, call, threads, tmp_path):
     code = textwrap.dedent(program).format(threads=threads, call=LONG[call])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("call", LONG)
-def test_an_interrupt_is_answered_within_half_a_second(call, threads):
+def test_an_interrupt_is_answered_within_half_a_second(call, threads, tmp_path):
     """Twice that here: the machine may be busy with other tests."""
-    assert measured(INTERRUPTED, call, threads) < 1.0
+    assert measured(INTERRUPTED, call, threads, tmp_path) < 1.0
 
 
 @pytest.mark.parametrize("call", ["tiled forward", "tiled backward", "blas forward", "blas backward"])
-def test_a_signal_handler_that_does_not_raise_runs_meanwhile_and_changes_nothing(call):
-    assert measured(HANDLED, call, 2) >= 2
+def test_a_signal_handler_that_does_not_raise_runs_meanwhile_and_changes_nothing(call, tmp_path):
+    assert measured(HANDLED, call, 2, tmp_path) >= 2
 
 
 @pytest.mark.parametrize("call", ["blas forward", "blas backward"])
-def test_a_fork_waits_for_a_block_at_most(call):
-    assert measured(FORKED, call, 2) < 0.5
+def test_a_fork_waits_for_a_block_at_most(call, tmp_path):
+    assert measured(FORKED, call, 2, tmp_path) < 0.5
 
 
-def test_an_interrupt_stops_the_run_of_its_caller_alone():
+def test_an_interrupt_stops_the_run_of_its_caller_alone(tmp_path):
     """Two threads at a time, of which the main one is interrupted: the other's result is right."""
     code = textwrap.dedent(PROGRAM + """
     part = q[:, :, :6000]
@@ -134,5 +134,5 @@ def test_an_interrupt_stops_the_run_of_its_caller_alone():
     thread.join()
     assert len(results) == 10 and all(np.array_equal(r, wanted) for r in results)
     """.replace("\n    ", "\n")).format(threads=2, call=LONG["tiled forward"])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
