@@ -239,7 +239,7 @@ def test_rows_masked_by_one_finite_number_err_by_the_rounding_of_their_scores(is
     """Half of the rows: their scores are lost beside it. In the others it only removes keys."""
     arrays = draw(rng, 2, 4, 2, 40, 70, 16, 16, np.float32, layout)
     mask = np.where(np.arange(40)[:, None] % 2, np.float32(constant), np.where(np.arange(70) % 3, np.float32(constant), 0))
-    keywords = {"layout": layout, "mask": mask}
+    keywords = {"layout": layout, "mask": mask.astype(np.float32)}
     expected, bounds = oracle(*arrays, np.float32, **keywords)
     assert_close(run(fastmha, *arrays, algorithm=algorithm, **keywords), expected, bounds)
     size = np.abs(expected[0]).max()
