@@ -268,6 +268,35 @@ def test_one_poisoned_element_of_a_value_stays_in_its_column(dtype, layout, algo
 
 @dtypes
 @algorithms
+@pytest.mark.parametrize("kind", ["boolean", "additive", "causal", "everything"])
+def test_rows_alike_in_what_is_not_finite_reach_just_who_attends_them(isa, dtype, algorithm, kind, rng):
+    arrays, keywords, gone = problem(rng, dtype, "BHLD", kind, "plain")
+    special = np.array([[np.inf, 1, np.inf], [np.inf, 1, np.inf], [-np.inf, np.nan, 2], [np.inf, np.inf, np.inf], [1, 2, 3]])
+    v = arrays[2]
+    v[:] = special[rng.integers(len(special), size=v.shape[:-1])]
+    out, _ = fastmha.attention(*arrays[:3], algorithm=algorithm, return_lse=True, **keywords)
+    allowed = np.repeat(v, GROUP, axis=1)[:, :, None] * np.where(gone, np.nan, 1)[..., None]  # (B, H, Lq, Lk, Dv), removed: NaN
+    up, down = (allowed == np.inf).any(axis=3), (allowed == -np.inf).any(axis=3)
+    nan = (np.isnan(np.repeat(v, GROUP, axis=1)[:, :, None]) & ~gone[..., None]).any(axis=3) | (up & down)
+    assert np.array_equal(np.isnan(out), nan)
+    assert np.array_equal(out == np.inf, up & ~nan)
+    assert np.array_equal(out == -np.inf, down & ~nan)
+
+    arrays = draw(rng, B, H, HKV, LQ, LK, 5, 3, dtype, "BHLD")
+    grad_out = arrays[3]
+    grad_out[:] = special[rng.integers(len(special), size=grad_out.shape[:-1])]
+    grad_v = run(fastmha, *arrays, algorithm=algorithm, **keywords)[4]
+    allowed = grad_out[:, :, :, None] * np.where(gone, np.nan, 1)[..., None]
+    allowed = allowed.reshape(B, HKV, GROUP, LQ, LK, 3)
+    up, down = (allowed == np.inf).any(axis=(2, 3)), (allowed == -np.inf).any(axis=(2, 3))
+    nan = (np.isnan(grad_out[:, :, :, None]) & ~gone[..., None]).reshape(allowed.shape).any(axis=(2, 3)) | (up & down)
+    assert np.array_equal(np.isnan(grad_v), nan)
+    assert np.array_equal(grad_v == np.inf, up & ~nan)
+    assert np.array_equal(grad_v == -np.inf, down & ~nan)
+
+
+@dtypes
+@algorithms
 def test_a_nan_in_an_additive_mask_is_the_users(dtype, algorithm, rng):
     q, k, v, _ = draw(rng, 1, 1, 1, 3, 4, 2, 2, dtype)
     mask = np.zeros((3, 4), dtype)

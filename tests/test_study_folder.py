@@ -60,7 +60,8 @@ class Process:
     def __init__(self, out, seconds=0.1, count=8):
         package = os.pathsep.join(filter(None, (str(Path(fastmha.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
         self.out = out
-        self.process = subprocess.Popen([sys.executable, "-c", STUDY, str(seconds), str(count), str(out)], text=True,
+        # not from the folder that the tests run in: a clone's fastmha there would be imported, which has no compiled core
+        self.process = subprocess.Popen([sys.executable, "-c", STUDY, str(seconds), str(count), str(out)], text=True, cwd=out,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": package})
         self.pid = self.process.pid
 

@@ -30,17 +30,19 @@ static inline void FMHA_NAME(fill)(ptrdiff_t n, REAL *x, REAL value)
     for (ptrdiff_t j = 0; j < n; j++) x[j] = value;
 }
 
-/* x <- x / divisor. An empty row (0 / 0) gives zeros; a NaN divisor makes NaN of what is not exactly 0: a removed
+/* to <- x / divisor. An empty row (0 / 0) gives zeros; a NaN divisor makes NaN of what is not exactly 0: a removed
  * position keeps its 0 in a row that has met a NaN. */
-static inline void FMHA_NAME(divide_row)(ptrdiff_t n, REAL *x, REAL divisor)
+static inline void FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL divisor, REAL *to)
 {
     if (divisor > 0 && divisor < (REAL)INFINITY) {
         VEC inverse = v_splat(1 / divisor);
-        for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(x + j, v_load_n(x + j, n - j, 0) * inverse, n - j);
-    } else if (divisor != 0) {
-        for (ptrdiff_t j = 0; j < n; j++) x[j] = x[j] == 0 ? 0 : x[j] / divisor;
+        for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(to + j, v_load_n(x + j, n - j, 0) * inverse, n - j);
+    } else {
+        for (ptrdiff_t j = 0; j < n; j++) to[j] = divisor == 0 ? x[j] : x[j] == 0 ? 0 : x[j] / divisor;
     }
 }
+
+static inline void FMHA_NAME(divide_row)(ptrdiff_t n, REAL *x, REAL divisor) { FMHA_NAME(divided_row)(n, x, divisor, x); }
 
 static void FMHA_NAME(divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *divisor_)
 {
@@ -316,6 +318,26 @@ static inline int FMHA_NAME(add_nonfinite_row)(ptrdiff_t width, REAL factor, con
     return ask && FMHA_NAME(all_nan)(width, c);
 }
 
+/* Whether x and y have the same that is not finite in the same places. */
+static inline int FMHA_NAME(same_nonfinite)(ptrdiff_t n, const REAL *x, const REAL *y)
+{
+    for (ptrdiff_t j = 0; j < n; j += LANES) {
+        VEC a = v_load_n(x + j, n - j, 0), b = v_load_n(y + j, n - j, 0), zero = v_splat(0);
+        a = v_select(v_equal(a - a, zero), zero, a);
+        b = v_select(v_equal(b - b, zero), zero, b);
+        if (v_any(~v_equal(a, b) & (v_equal(a, a) | v_equal(b, b)))) return 0;
+    }
+    return 1;
+}
+
+/* What adding a row that is not finite, times factor, does to a sum: after one of a kind, another of the same row, or of one with
+ * the same in the same places, changes nothing; after `undefined` (0 * Inf), none does. */
+enum { FMHA_NAME(upwards) = 1, FMHA_NAME(downwards) = 2, FMHA_NAME(undefined) = 4 };
+static inline int FMHA_NAME(kind_of)(REAL factor)
+{
+    return factor > 0 ? FMHA_NAME(upwards) : factor < 0 ? FMHA_NAME(downwards) : FMHA_NAME(undefined);
+}
+
 /* Rare: only rows of x that hold a NaN or Inf, only pairs that may attend, only those elements. */
 static void FMHA_NAME(add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha,
                                      const void *a_, const void *x_, ptrdiff_t ldx, ptrdiff_t width, void *c_,
@@ -353,11 +375,13 @@ static int FMHA_NAME(exceeds)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, pt
 /* Whether all of the row is so small that operands or terms which count as 0 for being subnormal may be missing in it. */
 static inline int FMHA_NAME(tiny_row)(ptrdiff_t n, const void *x)
 {
+    REAL first = n > 0 ? *(const REAL *)x : 1;
+    if (!(first < 1 / POWER(80) && first > -1 / POWER(80))) return 0;       /* nearly always */
     for (ptrdiff_t j = 0; j < n; j += LANES) {
         VEC size = v_abs(v_load_n((const REAL *)x + j, n - j, 0));
         if (v_any(~v_greater(v_splat(1 / POWER(80)), size))) return 0;
     }
-    return n > 0;
+    return 1;
 }
 
 /* x times SUBNORMAL_LIFT, a subnormal x by its bits (to compute with it is slow, where it does not count as 0). What becomes too

@@ -212,13 +212,12 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
     return *count > 0;
 }
 
-/* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Returns a number below HUGE_POWER if all that was
- * packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
-static REAL FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL factor,
-                                       REAL *packed)
+/* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Where sized, returns a number below HUGE_POWER if all
+ * that was packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
+static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const int sized, const FMHA_NAME(rows) *block, const fmha_array *x,
+                                                                        ptrdiff_t width, REAL factor, REAL *packed)
 {
     ptrdiff_t queries = block->queries;
-    REAL rest = 0;
     VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         const REAL *row[LANES];
@@ -234,20 +233,25 @@ static REAL FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(row[l] + d) * factor : v_splat(0);
 #pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
+            for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
             FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
         }
 #endif
-        for (; d < width; d++)
-            for (ptrdiff_t l = 0; l < LANES; l++) {
-                REAL value = l < rows ? factor * row[l][d] : 0;
-                packed[d * queries + q + l] = value;
-                rest += value * value;
-            }
+        for (ptrdiff_t left = d; left < width; left++)
+            for (ptrdiff_t l = 0; l < LANES; l++) packed[left * queries + q + l] = l < rows ? factor * row[l][left] : 0;
+        for (ptrdiff_t left = d; sized && left < width; left++) {
+            VEC part = v_load(packed + left * queries + q);
+            squares[left % 4] = squares[left % 4] + part * part;
+        }
     }
-    return rest + FMHA_NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    return sized ? FMHA_NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3])) : 0;
+}
+
+static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
+{
+    FMHA_NAME(transposed)(0, block, x, width, 1, packed);
 }
 
 static inline REAL FMHA_NAME(folded_scale)(const fmha_problem *p, REAL *rest)
@@ -277,7 +281,7 @@ static REAL FMHA_NAME(row_lift)(ptrdiff_t D, const REAL *q, REAL factor)
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    int some = !(FMHA_NAME(pack_transposed)(block, &p->q, p->D, factor, packed) < HUGE_POWER);
+    int some = !(FMHA_NAME(transposed)(1, block, &p->q, p->D, factor, packed) < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         lift[r] = rest;
@@ -521,14 +525,22 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
                                       const REAL *x, ptrdiff_t ldx, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
 {
     unsigned char done[BLOCK_ROWS] = {0};       /* rows of c that are NaN throughout: nothing changes them */
+    unsigned char met[BLOCK_ROWS] = {0};        /* kinds that rows of c have met of rows like `like` */
+    const REAL *like = NULL;
     for (ptrdiff_t k = 0; k < n; k++) {
         const REAL *row = x + k * ldx;
         if (FMHA_NAME(all_finite)(1, width, row, ldx)) continue;
         int ask = FMHA_NAME(has_nan)(width, row);
+        if (!like || !FMHA_NAME(same_nonfinite)(width, row, like)) {
+            like = row;
+            memset(met, 0, sizeof met);
+        }
         for (ptrdiff_t r = 0; r < block->rows; r++) {
             REAL factor = a[k * block->queries + r];
-            if (!done[r] && !FMHA_NAME(pair_removed)(p, block, r, j + k, factor))
-                done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + r * ldc, ask);
+            int kind = FMHA_NAME(kind_of)(factor);
+            if (done[r] || met[r] & (kind | FMHA_NAME(undefined)) || FMHA_NAME(pair_removed)(p, block, r, j + k, factor)) continue;
+            done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + r * ldc, ask);
+            met[r] |= (unsigned char)kind;
         }
     }
 }
@@ -702,8 +714,7 @@ static uint64_t FMHA_NAME(write_block)(const fmha_tiled *t, const FMHA_NAME(rows
     uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         REAL *to = FMHA_NAME(out_row)(t, block, r);
-        memcpy(to, out + r * block->value_width, (size_t)p->Dv * sizeof(REAL));
-        FMHA_NAME(divide_row)(p->Dv, to, total[r]);
+        FMHA_NAME(divided_row)(p->Dv, out + r * block->value_width, total[r], to);
         FMHA_NAME(write_lse)(t, block, r, peak[r], total[r]);
         if (FMHA_NAME(tiny_row)(p->Dv, to) && total[r] != 0) tiny |= (uint64_t)1 << r;
     }
@@ -1005,7 +1016,7 @@ static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(row
     const fmha_problem *p = &t->p;
     char own[BLOCK_ROWS] = {0};
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
-    FMHA_NAME(pack_transposed)(block, &t->grad_out, p->Dv, 1, to->grad_out);
+    FMHA_NAME(pack_transposed)(block, &t->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
         to->inverse[r] = 1;
@@ -1034,14 +1045,13 @@ static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(row
     if (any) FMHA_NAME(own_sums)(w, block, to, own);
 }
 
-/* After a block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
+/* After a far block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
  * whether there were some: the work must be done again. */
 static int FMHA_NAME(mended)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed)
 {
     const fmha_tiled *t = w->t;
     char own[BLOCK_ROWS] = {0};
     int any = 0;
-    if (!((int)*packed->kind & FMHA_NAME(far_block))) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         REAL lse = ((const REAL *)t->lse)[FMHA_NAME(row_at)(t, block, r)], apart = packed->sum[r] - 1;
         int exponent;
@@ -1079,15 +1089,22 @@ static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(
 static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
                                       const fmha_array *x, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
 {
-    unsigned char done[TILE_KEYS] = {0};        /* rows of c that are NaN throughout */
+    unsigned char done[TILE_KEYS] = {0}, met[TILE_KEYS] = {0};      /* as in tile_nonfinite */
+    const REAL *like = NULL;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         const REAL *row = FMHA_NAME(row_of)(x, block, r);
         if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
         int ask = FMHA_NAME(has_nan)(width, row);
+        if (!like || !FMHA_NAME(same_nonfinite)(width, row, like)) {
+            like = row;
+            memset(met, 0, sizeof met);
+        }
         for (ptrdiff_t k = 0; k < n; k++) {
             REAL factor = a[k * block->queries + r];
-            if (!done[k] && !FMHA_NAME(pair_removed)(p, block, r, j + k, factor))
-                done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + k * ldc, ask);
+            int kind = FMHA_NAME(kind_of)(factor);
+            if (done[k] || met[k] & (kind | FMHA_NAME(undefined)) || FMHA_NAME(pair_removed)(p, block, r, j + k, factor)) continue;
+            done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + k * ldc, ask);
+            met[k] |= (unsigned char)kind;
         }
     }
 }
@@ -1259,9 +1276,10 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
 #undef TAKE
     const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
     ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
+    int guarded = p->banded || p->key_length || p->bool_mask.data || p->additive_mask.data;     /* else no pair is removed */
     w.q_finite = w.grad_out_finite = 1;
-    w.k_finite = FMHA_NAME(all_finite)(valid, p->D, keys, p->k.stride[2]);
-    for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
+    w.k_finite = !guarded || FMHA_NAME(all_finite)(valid, p->D, keys, p->k.stride[2]);
+    for (ptrdiff_t h = hkv * group; guarded && h < (hkv + 1) * group; h++) {
         const REAL *q = (const REAL *)p->q.data + b * p->q.stride[0] + h * p->q.stride[1];
         const REAL *g = (const REAL *)t->grad_out.data + b * t->grad_out.stride[0] + h * t->grad_out.stride[1];
         w.q_finite &= FMHA_NAME(all_finite)(p->Lq, p->D, q, p->q.stride[2]);
@@ -1274,7 +1292,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
                              packed.delta + at, packed.lift + at, packed.sum + at, packed.kind + at}; \
     FMHA_NAME(block_rows)(p, &block, b, hkv, (x) * step, all_rows - (x) * step < step ? all_rows - (x) * step : step)
     for (int again = 0, done = 0; !done; again = 1) {
-        if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)(kept * step * width) * sizeof(REAL));
+        if (mode != FMHA_KEYS) memset(grad_q, 0, (size_t)((mode == FMHA_WHOLE ? all_rows : step) * width) * sizeof(REAL));
         for (ptrdiff_t tile = first_tile; tile < last_tile; tile++) {
             ptrdiff_t j = tile * TILE_KEYS, n = p->Lk - j < TILE_KEYS ? p->Lk - j : TILE_KEYS;
             if (mode != FMHA_QUERIES) {
@@ -1300,23 +1318,22 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t item, int worker)
         }
         done = 1;
         for (ptrdiff_t x = first_block; x < last_block && mode != FMHA_KEYS && first_tile < last_tile && !again; x++) {
+            if (!((int)packed.kind[mode == FMHA_WHOLE ? x * step : 0] & FMHA_NAME(far_block))) continue;
             BLOCK(x);
             if (FMHA_NAME(mended)(&w, &block, &own)) done = 0;
         }
     }
     if (mode == FMHA_KEYS) return;
-    for (ptrdiff_t x = first_block; x < last_block; x++) {
-        BLOCK(x);
-        for (ptrdiff_t r = 0; r < block.rows; r++) {
-            REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + block.head[r] * t->grad_q.stride[1]
-                       + block.query[r] * t->grad_q.stride[2];
-            FMHA_NAME(write_scaled)(p, 1, grad_q + (at + r) * width, width, to, 0);
-            if (mode == FMHA_WHOLE || first_tile == last_tile) continue;
-            REAL *state = (REAL *)t->row_states + FMHA_NAME(row_at)(t, &block, r) * FMHA_ROW_STATE;      /* shift, inverse, delta */
-            state[0] = own.shift[r];
-            state[1] = own.inverse[r];
-            state[2] = own.delta[r];
-        }
-    }
 #undef BLOCK
+    ptrdiff_t first_row = first_block * step, last_row = last_block * step < all_rows ? last_block * step : all_rows;
+    for (ptrdiff_t row = first_row; row < last_row; row++) {
+        ptrdiff_t h = hkv * group + row / p->Lq, i = row % p->Lq, at = row - first_row;
+        REAL *to = (REAL *)t->grad_q.data + b * t->grad_q.stride[0] + h * t->grad_q.stride[1] + i * t->grad_q.stride[2];
+        FMHA_NAME(write_scaled)(p, 1, grad_q + at * width, width, to, 0);
+        if (mode == FMHA_WHOLE || first_tile == last_tile) continue;
+        REAL *state = (REAL *)t->row_states + ((b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;     /* shift, inverse, delta */
+        state[0] = packed.shift[at];
+        state[1] = packed.inverse[at];
+        state[2] = packed.delta[at];
+    }
 }
