@@ -6,6 +6,7 @@
 Functions with every algorithm that serves the problem, both dtypes, every instruction set that runs here, 1, 2 and 5 threads;
 steps over caches; modules forward and backward. Problems are drawn from fixed seeds.
 """
+import copy
 import hashlib
 import json
 import sys
@@ -34,7 +35,8 @@ def problem(seed):
     Hkv, group = int(rng.choice([1, 2, 3])), int(rng.choice([1, 1, 2, 4]))
     B, H = int(rng.choice([0, 1, 2, 3], p=[0.03, 0.4, 0.4, 0.17])), Hkv * group
     Lq = int(rng.choice([0, 1, 2, 7, 16, 33, 65, 130, 200], p=[0.02, 0.2, 0.1, 0.13, 0.15, 0.15, 0.1, 0.1, 0.05]))
-    Lk = Lq if rng.random() < 0.5 else int(rng.choice([0, 1, 5, 64, 193, 300, 700, 1100], p=[0.02, 0.1, 0.18, 0.2, 0.2, 0.15, 0.1, 0.05]))
+    others = [0, 1, 5, 64, 193, 300, 700, 1100]
+    Lk = Lq if rng.random() < 0.5 else int(rng.choice(others, p=[0.02, 0.1, 0.18, 0.2, 0.2, 0.15, 0.1, 0.05]))
     D, Dv = (int(rng.choice([1, 3, 8, 16, 24, 33, 64, 80])) for _ in range(2))
     layout = ("BHLD", "BLHD")[int(rng.integers(2))]
     size = float(rng.choice([1, 1, 1, 10, 1e3, 1e-30]))
@@ -57,7 +59,8 @@ def problem(seed):
         rules["key_padding_lengths"] = rng.integers(0, Lk + 1, B)
     if rng.random() < 0.3:
         gone = rng.random([(Lq, Lk), (B, 1, 1, Lk), (B, H, Lq, Lk)][int(rng.integers(3))]) < 0.3
-        rules["mask"] = gone if rng.random() < 0.5 else np.where(gone, [-np.inf, -1e4, np.finfo(dtype).min][seed % 3], 0.5).astype(dtype)
+        low = [-np.inf, -1e4, np.finfo(dtype).min][seed % 3]
+        rules["mask"] = gone if rng.random() < 0.5 else np.where(gone, low, 0.5).astype(dtype)
     if rng.random() < 0.15:
         rules["softcap"] = 5.0
     if rng.random() < 0.15:
@@ -70,16 +73,15 @@ def functions(found, isa):
         (q, k, v, grad_out), rules = problem(seed)
         for algorithm in ("auto", "blas", "tiled", "decode"):
             for threads in THREADS:
-                key = f"{isa} function {seed} {algorithm} {threads}"
+                key, how = f"{isa} function {seed} {algorithm} {threads}", {"algorithm": algorithm, "num_threads": threads, **rules}
                 try:
-                    out, lse = fastmha.attention(q, k, v, return_lse=True, algorithm=algorithm, num_threads=threads, **rules)
+                    out, lse = fastmha.attention(q, k, v, return_lse=True, **how)
                 except ValueError:
                     found[key] = "refused"
                     continue
                 found[key] = digest(out, lse)
                 if algorithm != "decode":
-                    grads = fastmha.attention_backward(grad_out, q, k, v, out, lse, algorithm=algorithm, num_threads=threads, **rules)
-                    found[key + " backward"] = digest(*grads)
+                    found[key + " backward"] = digest(*fastmha.attention_backward(grad_out, q, k, v, out, lse, **how))
 
 
 def caches(found, isa):
@@ -98,11 +100,10 @@ def caches(found, isa):
             if rng.random() < 0.3:
                 rules["key_padding_lengths"] = rng.integers(0, L + 1, B)
             for threads in THREADS:
-                import copy
-
                 own = copy.deepcopy(cache)
                 out = module.forward(x, cache=own, training=False, num_threads=threads, **rules)
-                found[f"{isa} cache {seed} {step} {threads}"] = digest(out, own.k.astype(np.float64), own.v.astype(np.float64), own.lengths)
+                held = own.k.astype(np.float64), own.v.astype(np.float64), own.lengths
+                found[f"{isa} cache {seed} {step} {threads}"] = digest(out, *held)
             cache = own
             if rng.random() < 0.2:
                 cache.reorder(rng.integers(0, B, B))

@@ -1,0 +1,292 @@
+"""Rule 8: the same bits from run to run, for any number of threads, and whatever the other batch rows are.
+
+Layouts and instruction sets agree to rounding only; their bounds are those of `support.error_bounds`.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support import (
+    DTYPES,
+    ISAS,
+    LAYOUTS,
+    algorithms,
+    assert_close,
+    bits,
+    draw,
+    dtypes,
+    error_bounds,
+    in_float64,
+    layouts,
+    padded,
+    run,
+    same_bits,
+    selected,
+)
+
+import fastmha
+from fastmha import reference
+
+# Few and many blocks of rows, an odd number of items, single rows; masks of every kind.
+PROBLEMS = {
+    "plain": ((3, 4, 2, 33, 33, 16, 16), {}),
+    "several blocks": ((1, 3, 1, 70, 2050, 5, 4), {"is_causal": True, "offset": 1979}),
+    "window and padding": (
+        (3, 2, 2, 40, 50, 7, 9),
+        {"window": (5, 3), "offset": [2, -4, 9], "key_padding_lengths": [50, 7, 0]},
+    ),
+    "softcap": ((3, 2, 1, 17, 18, 8, 8), {"softcap": 2.0, "scale": 0.7}),
+    "one query": ((3, 4, 4, 1, 65, 16, 16), {}),
+    "width one": ((3, 2, 2, 9, 9, 1, 1), {"is_causal": True}),
+}
+problems = pytest.mark.parametrize("name", PROBLEMS)
+
+
+def make(rng, name, dtype, layout):
+    shape, keywords = PROBLEMS[name]
+    return draw(rng, *shape, dtype=dtype, layout=layout), {"layout": layout, **keywords}
+
+
+def assert_same(results, others):
+    for x, y in zip(results, others, strict=True):
+        assert same_bits(x, y)
+
+
+@dtypes
+@layouts
+@algorithms
+@problems
+def test_n_threads_agnosticism(isa, dtype, layout, algorithm, name, rng):
+    arrays, keywords = make(rng, name, dtype, layout)
+    one = run(fastmha, *arrays, threads=1, algorithm=algorithm, **keywords)
+    for threads in (2, 3, 7):
+        assert_same(one, run(fastmha, *arrays, threads=threads, algorithm=algorithm, **keywords))
+
+
+@dtypes
+@layouts
+@algorithms
+@problems
+def test_the_same_bits_from_run_to_run(dtype, layout, algorithm, name, rng):
+    arrays, keywords = make(rng, name, dtype, layout)
+    first = run(fastmha, *arrays, algorithm=algorithm, **keywords)
+    for _ in range(3):
+        assert_same(first, run(fastmha, *[padded(x) for x in arrays], algorithm=algorithm, **keywords))
+
+
+@dtypes
+@pytest.mark.parametrize("function", ["softmax", "softmax_backward"])
+def test_n_threads_agnosticism_of_the_row_functions(isa, dtype, function, rng):
+    x = rng.standard_normal((700, 130)).astype(dtype)  # several items of the pool
+    arguments = (x,) if function == "softmax" else (x, fastmha.softmax(x))
+    one = getattr(fastmha, function)(*arguments, num_threads=1)
+    for threads in (2, 3, 7):
+        assert same_bits(one, getattr(fastmha, function)(*arguments, num_threads=threads))
+    for row in (0, 126, 699):
+        assert same_bits(one[row], getattr(fastmha, function)(*(a[row] for a in arguments)))
+
+
+@dtypes
+def test_n_threads_agnosticism_of_the_textbook_functions(dtype, rng):
+    """They take the threads of `set_num_threads`."""
+    x = rng.standard_normal((3, 40, 24)).astype(dtype)
+    weights = {name: rng.standard_normal((24, 24)).astype(dtype) for name in ("W_Q", "W_K", "W_V", "W_O")}
+    try:
+        results = []
+        for threads in (1, 2, 3, 7):
+            fastmha.set_num_threads(threads)
+            assert fastmha.get_num_threads() == threads
+            results.append(
+                [
+                    fastmha.multi_head_attention(x, x, x, 4, weights),
+                    *fastmha.multi_head_attention_core(x, x, x, 4),
+                    *fastmha.scaled_dot_product_attention(x, x, x),
+                ]
+            )
+    finally:
+        fastmha.set_num_threads(None)
+    for others in results[1:]:
+        assert_same(results[0], others)
+
+
+# ---------------------------------------------------------------------------------------------------- batch agnosticism
+
+
+def row_of(keywords, b):
+    """The keywords for batch row b alone."""
+    per_row = {name for name in ("offset", "key_padding_lengths") if np.ndim(keywords.get(name))}
+    if len(keywords.get("mask", ())) == BATCH:
+        per_row.add("mask")
+    return {name: value[b : b + 1] if name in per_row else value for name, value in keywords.items()}
+
+
+BATCH = 5
+OF_BATCH = {
+    "plain": lambda rng, dtype: {},
+    "causal": lambda rng, dtype: {"is_causal": True, "offset": np.array([0, 3, -2, 20, 1])},
+    "padding": lambda rng, dtype: {"key_padding_lengths": np.array([19, 3, 0, 12, 7])},
+    "boolean": lambda rng, dtype: {"mask": rng.random((BATCH, 4, 17, 19)) < 0.4},
+    "additive": lambda rng, dtype: {"mask": np.where(rng.random((BATCH, 1, 17, 19)) < 0.4, -np.inf, 1).astype(dtype)},
+    "softcap": lambda rng, dtype: {"softcap": 3.0},
+}
+of_batch = pytest.mark.parametrize("kind", OF_BATCH)
+
+
+@dtypes
+@layouts
+@algorithms
+@of_batch
+def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, layout, algorithm, kind, rng):
+    arrays = draw(rng, BATCH, 4, 2, 17, 19, 8, 5, dtype, layout)
+    keywords = {"layout": layout, "algorithm": algorithm, **OF_BATCH[kind](rng, dtype)}
+    together = run(fastmha, *arrays, **keywords)
+    for b in range(BATCH):
+        alone = run(fastmha, *(x[b : b + 1] for x in arrays), **row_of(keywords, b))
+        assert_same([x[b : b + 1] for x in together], alone)
+
+
+@dtypes
+@layouts
+@algorithms
+@of_batch
+def test_batch_agnosticism_whatever_the_other_rows_hold(dtype, layout, algorithm, kind, rng):
+    arrays = draw(rng, BATCH, 4, 2, 17, 19, 8, 5, dtype, layout)
+    keywords = {"layout": layout, "algorithm": algorithm, **OF_BATCH[kind](rng, dtype)}
+    clean = run(fastmha, *arrays, **keywords)
+    for change in (lambda x: 1e5 * x, lambda x: x * np.nan, lambda x: x * 0 + np.inf, lambda x: x * 0):
+        changed = [padded(x) for x in arrays]
+        for x in changed:
+            x[[0, 1, 3, 4]] = change(x[[0, 1, 3, 4]])
+        assert_same([x[2] for x in clean], [x[2] for x in run(fastmha, *changed, **keywords)])
+
+
+@dtypes
+@algorithms
+def test_batch_agnosticism_of_large_batches(dtype, algorithm, rng):
+    """Neither the batch size nor the number of heads decides how a head is computed."""
+    one = draw(rng, 1, 1, 1, 20, 20, 8, 8, dtype)
+    many = [np.repeat(np.repeat(x, 40, axis=0), 3, axis=1) for x in one]
+    for x, y in zip(
+        run(fastmha, *[np.ascontiguousarray(x) for x in one], algorithm=algorithm),
+        run(fastmha, *many, algorithm=algorithm),
+        strict=True,
+    ):
+        assert np.array_equal(bits(y), np.broadcast_to(bits(x), y.shape))
+
+
+@dtypes
+def test_the_choice_of_algorithm_looks_at_neither_batch_nor_threads(dtype):
+    x = np.zeros((1, 2, 30, 8), dtype)
+    plans = [
+        fastmha.plan(np.broadcast_to(x, (B, 2, 30, 8)), *[np.broadcast_to(x, (B, 2, 30, 8))] * 2, num_threads=threads)
+        for B in (1, 2, 64)
+        for threads in (1, 5)
+    ]
+    assert len({(p.algorithm, p.tile) for p in plans}) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- heads
+
+
+@dtypes
+@layouts
+@algorithms
+def test_heads_do_not_know_their_order(dtype, layout, algorithm, rng):
+    arrays = draw(rng, 2, 4, 4, 9, 11, 6, 5, dtype, layout)
+    axis = 1 if layout == "BHLD" else 2
+    order = [2, 0, 3, 1]
+    out, lse, *grads = run(fastmha, *arrays, layout=layout, algorithm=algorithm)
+    permuted = run(fastmha, *(padded(x.take(order, axis)) for x in arrays), layout=layout, algorithm=algorithm)
+    assert_same([out.take(order, axis), lse.take(order, 1), *(x.take(order, axis) for x in grads)], permuted)
+
+
+@dtypes
+@algorithms
+def test_groups_do_not_know_their_order_and_rows_not_their_place_in_the_group(dtype, algorithm, rng):
+    q, k, v, g = draw(rng, 1, 6, 3, 8, 8, 4, 4, dtype)
+    out, lse, grad_q, grad_k, grad_v = run(fastmha, q, k, v, g, algorithm=algorithm)
+    heads, groups = [4, 5, 0, 1, 2, 3], [2, 0, 1]
+    permuted = run(
+        fastmha,
+        *(padded(x[:, order]) for x, order in ((q, heads), (k, groups), (v, groups), (g, heads))),
+        algorithm=algorithm,
+    )
+    assert_same([out[:, heads], lse[:, heads], grad_q[:, heads], grad_k[:, groups], grad_v[:, groups]], permuted)
+    heads = [1, 0, 3, 2, 5, 4]  # within the groups: only the sums over them may round otherwise
+    permuted = run(fastmha, padded(q[:, heads]), k, v, padded(g[:, heads]), algorithm=algorithm)
+    assert_same([out[:, heads], lse[:, heads], grad_q[:, heads]], permuted[:3])
+
+
+# ------------------------------------------------------------------------------------------------ agreement to rounding
+
+
+@dtypes
+@algorithms
+@problems
+def test_layouts_agree_to_rounding(dtype, algorithm, name, rng):
+    arrays, keywords = make(rng, name, dtype, "BHLD")
+    by_head = run(fastmha, *arrays, algorithm=algorithm, **keywords)
+    by_row = run(
+        fastmha, *(padded(x.swapaxes(1, 2)) for x in arrays), algorithm=algorithm, **(keywords | {"layout": "BLHD"})
+    )
+    by_row = [x if x.ndim == 3 else x.swapaxes(1, 2) for x in by_row]
+    bounds = error_bounds(*in_float64(arrays, keywords)[0], dtype, **keywords)
+    assert_close(by_row, [x.astype(np.float64) for x in by_head], bounds)
+
+
+@dtypes
+@algorithms
+@problems
+def test_instruction_sets_agree_to_rounding(dtype, algorithm, name, rng):
+    arrays, keywords = make(rng, name, dtype, "BHLD")
+    bounds = error_bounds(*in_float64(arrays, keywords)[0], dtype, **keywords)
+    results = []
+    for isa in ISAS:
+        with selected(isa):
+            results.append(run(fastmha, *arrays, algorithm=algorithm, **keywords))
+    for others in results[1:]:
+        assert_close(others, [x.astype(np.float64) for x in results[0]], bounds)
+
+
+@dtypes
+@layouts
+@algorithms
+@pytest.mark.parametrize("shape", [(17, 19), (3, 1, 1, 19), (3, 4, 17, 19), (1, 4, 1, 19)])
+def test_additive_and_boolean_masks_agree_bit_for_bit(isa, dtype, layout, algorithm, shape, rng):
+    arrays = draw(rng, 3, 4, 2, 17, 19, 6, 7, dtype, layout)
+    mask = rng.random(shape) < 0.4
+    additive = np.where(mask, -np.inf, 0).astype(dtype)
+    keywords = {"layout": layout, "algorithm": algorithm, "softcap": 4.0}
+    boolean = run(fastmha, *arrays, mask=mask, **keywords)
+    assert_same(boolean, run(fastmha, *arrays, mask=additive, **keywords))
+    assert_same(boolean, run(fastmha, *arrays, mask=np.repeat(additive, 2, axis=-1)[..., ::2], **keywords))
+    assert_same(boolean, run(fastmha, *arrays, mask=np.broadcast_to(mask, (3, 4, 17, 19)), **keywords))
+
+
+@dtypes
+@algorithms
+def test_bands_and_masks_that_say_the_same_agree_to_rounding(dtype, algorithm, rng):
+    arrays = draw(rng, 2, 2, 2, 12, 15, 4, 4, dtype)
+    for rules in ({"is_causal": True, "offset": 3}, {"window": (2, 4), "offset": 1}, {"key_padding_lengths": [4, 11]}):
+        mask = np.broadcast_to(reference.removed(12, 15, **rules), (2, 1, 12, 15))
+        bounds = error_bounds(*in_float64(arrays, {})[0], dtype, mask=mask)
+        masked = [x.astype(np.float64) for x in run(fastmha, *arrays, mask=mask, algorithm=algorithm)]
+        assert_close(run(fastmha, *arrays, algorithm=algorithm, **rules), masked, bounds)
+
+
+@algorithms
+def test_two_python_threads_at_once_give_the_same_bits(algorithm, rng):
+    """Each with work of its own, both with threads of the pool."""
+    cases = [
+        make(rng, name, dtype, layout) for name, dtype, layout in zip(PROBLEMS, DTYPES * 3, LAYOUTS * 3, strict=True)
+    ]
+
+    def all_of_them(_):
+        return [run(fastmha, *arrays, threads=2, algorithm=algorithm, **keywords) for arrays, keywords in cases]
+
+    expected = all_of_them(None)
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(all_of_them, range(8)):
+            for x, y in zip(results, expected, strict=True):
+                assert_same(x, y)

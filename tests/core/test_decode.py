@@ -1,0 +1,490 @@
+"""The "decode" algorithm (few query rows, many keys, forward only) against the float64 reference, and its guarantees.
+
+Keys are taken in chunks of 512 and 64 at a time, so the lengths here lie around both; rows are those of all heads of a
+group. Tolerances are those of `reference.error_bounds`, as in test_attention.
+"""
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+from support import (
+    ISAS,
+    assert_close,
+    bits,
+    draw,
+    draw_ill_scaled,
+    dtypes,
+    error_bounds,
+    every_isa,
+    ill_scaled,
+    in_float64,
+    layouts,
+    oracle,
+    padded,
+    same_bits,
+    selected,
+)
+
+import fastmha
+from fastmha import reference
+from fastmha.plan import DECODE_ROWS_MAX
+
+LENGTHS = (1, 2, 3, 15, 17, 31, 63, 64, 65, 127, 129, 511, 512, 513, 1500)
+
+
+def decode(q, k, v, **keywords):
+    """(out, lse) by the algorithm."""
+    return fastmha.attention(q, k, v, algorithm="decode", return_lse=True, **keywords)
+
+
+def check(q, k, v, g, **keywords):
+    """Out and lse against the oracle, inputs untouched."""
+    before = [x.copy() for x in (q, k, v)]
+    results = decode(q, k, v, **keywords)
+    for x, kept in zip((q, k, v), before, strict=True):
+        assert same_bits(x, kept)
+    for x in results:
+        assert x.dtype == q.dtype
+        assert x.flags.c_contiguous
+    expected, bounds = oracle(q, k, v, g, q.dtype, **keywords)
+    assert_close(results, expected[:2], bounds[:2])
+    return results
+
+
+def assert_same(results, others):
+    for x, y in zip(results, others, strict=True):
+        assert same_bits(x, y)
+
+
+# --------------------------------------------------------------------------------------------------- lengths and widths
+
+
+@dtypes
+@pytest.mark.parametrize("Lk", LENGTHS)
+def test_every_length_of_keys(isa, dtype, Lk, rng):
+    for Lq, H, Hkv in ((1, 1, 1), (2, 3, 1), (5, 8, 1), (3, 4, 2)):
+        check(*draw(rng, 2, H, Hkv, Lq, Lk, 9, 8, dtype))
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("Lq", range(1, 6))
+def test_every_number_of_rows(isa, dtype, layout, group, Lq, rng):
+    check(*draw(rng, 1, 2 * group, 2, Lq, 67, 8, 5, dtype, layout), layout=layout, is_causal=True, offset=67 - Lq)
+
+
+@dtypes
+def test_as_many_rows_as_it_takes(isa, dtype, rng):
+    for H, Lq in ((1, 64), (64, 1), (8, 8), (3, 21)):
+        assert H * Lq <= DECODE_ROWS_MAX
+        check(*draw(rng, 1, H, 1, Lq, 70, 5, 4, dtype), is_causal=True, offset=6)
+
+
+@dtypes
+@pytest.mark.parametrize("D", [0, 1, 2, 7, 16, 17, 33, 64, 65])
+def test_every_width(isa, dtype, D, rng):
+    for Dv in (0, 1, 3, 8, 16, 31, 64):
+        check(*draw(rng, 1, 2, 1, 2, 70, D, Dv, dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------- masks
+
+B, H, HKV, LQ, LK = 3, 6, 2, 3, 530
+
+
+def mask_of(kind, dtype, rng):
+    """A boolean or additive mask (B, H, Lq, Lk) or a broadcast of one; one row of it is empty."""
+    gone = rng.random((B, H, LQ, LK)) < 0.4
+    gone[1, 2, 1] = True
+    gone[..., 70:135] = True  # whole steps of keys in which nothing is attended
+    additive = np.where(gone, -np.inf, rng.standard_normal(gone.shape)).astype(dtype)
+    return {
+        "none": None,
+        "bool": gone,
+        "bool of keys": gone[:, :1, :1],
+        "bool, a step and backwards": np.repeat(gone, 2, axis=-1)[::-1, :, ::-1, ::2],
+        "additive": additive,
+        "additive of two axes": additive[0, 0],
+        "additive of queries": additive[:1, :, :, :1],
+        "additive, a step and backwards": np.repeat(additive, 2, axis=-1)[:, ::-1, :, ::2],
+    }[kind]
+
+
+RULES = {
+    "plain": {},
+    "causal": {"is_causal": True, "offset": LK - LQ},
+    "causal, an offset per batch row": {"is_causal": True, "offset": np.array([-2, 63, 600])},
+    "causal, all rows empty": {"is_causal": True, "offset": -LQ},
+    "window": {"window": (70, 5), "offset": np.array([60, 515, -3])},
+    "window beyond the keys": {"window": (2, 1), "offset": np.array([-9, 2000, 529])},
+    "padding": {"key_padding_lengths": np.array([LK, 0, 65])},
+    "everything": {
+        "key_padding_lengths": [513, 64, 0],
+        "is_causal": True,
+        "window": (300, None),
+        "offset": np.array([512, 40, 7]),
+        "softcap": 2.5,
+        "scale": -0.7,
+    },
+}
+
+
+@dtypes
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "bool", "bool of keys", "bool, a step and backwards", "additive", "additive of two axes",
+     "additive of queries", "additive, a step and backwards"],
+)  # fmt: skip
+def test_all_masks_together(isa, dtype, kind, rules, rng):
+    check(*draw(rng, B, H, HKV, LQ, LK, 6, 5, dtype), mask=mask_of(kind, dtype, rng), **RULES[rules])
+
+
+@dtypes
+@layouts
+def test_softcap_and_scale(isa, dtype, layout, rng):
+    for extra in ({"softcap": 1.5}, {"scale": -0.8}, {"scale": 0.0}, {"scale": 2, "softcap": 20.0}):
+        check(*draw(rng, 2, 4, 2, 2, 130, 7, 6, dtype, layout), layout=layout, **extra)
+
+
+@dtypes
+def test_empty_rows_are_zeros_and_minus_infinity(isa, dtype, rng):
+    q, k, v, _ = draw(rng, 2, 4, 2, 2, 600, 6, 5, dtype)
+    mask = np.zeros((1, 4, 2, 1), bool)
+    mask[0, 1, 0] = True
+    for keywords, empty in (
+        ({"mask": mask}, np.broadcast_to(mask[..., 0], (2, 4, 2))),
+        ({"key_padding_lengths": [0, 600]}, np.broadcast_to([[[True]], [[False]]], (2, 4, 2))),
+        ({"is_causal": True, "offset": -1}, np.broadcast_to([True, False], (2, 4, 2))),
+    ):
+        out, lse = decode(q, k, v, **keywords)
+        assert not bits(out)[empty].any()
+        assert np.array_equal(np.isneginf(lse), empty)
+        assert np.isfinite(out).all()
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def steps(x):
+    return np.repeat(x, 3, axis=3)[..., ::3]
+
+
+def unaligned(x):
+    view = np.empty(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+STRANGE = {
+    "Fortran": np.asfortranarray,
+    "backwards": lambda x: x[::-1, ::-1, ::-1, ::-1],
+    "rows backwards": lambda x: x[:, :, ::-1],
+    "broadcast batch": lambda x: np.broadcast_to(x[:1], x.shape),
+    "broadcast heads": lambda x: np.broadcast_to(x[:, :1], x.shape),
+    "broadcast rows": lambda x: np.broadcast_to(x[:, :, :1], x.shape),
+    "broadcast width": lambda x: np.broadcast_to(x[..., :1], x.shape),
+    "step": steps,
+    "unaligned": unaligned,
+    "overlapping": lambda x: as_strided(np.ascontiguousarray(x), x.shape, [x.itemsize * s for s in (2, 1, 3, 1)]),
+}
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("kind", STRANGE)
+def test_any_strides(dtype, layout, kind, rng):
+    for D, Dv in ((8, 16), (5, 1)):
+        arrays = draw(rng, 2, 4, 2, 2, 70, D, Dv, dtype, layout)
+        for which in ([0], [1], [2], [0, 1, 2]):
+            changed = [STRANGE[kind](x) if n in which else x for n, x in enumerate(arrays)]
+            check(*changed, layout=layout)
+
+
+@dtypes
+@layouts
+def test_out_of_any_strides_is_written_and_nothing_beside_it(isa, dtype, layout, rng):
+    for Dv in (1, 5, 16):
+        q, k, v, g = draw(rng, 2, 4, 2, 2, 70, 8, Dv, dtype, layout)
+        expected, _ = decode(q, k, v, layout=layout)
+        around = np.full([n + 2 for n in g.shape], np.nan, dtype)
+        out = around[1:-1, 1:-1, -2:0:-1, 1:-1]
+        assert fastmha.attention(q, k, v, layout=layout, algorithm="decode", out=out) is out
+        assert same_bits(out, expected)
+        out[...] = np.nan
+        assert np.isnan(around).all()
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("axes", ["B", "H", "Hkv H", "Lq", "Lk", "D", "Dv", "Lq Lk", "D Dv", "B H Hkv Lq Lk D Dv"])
+def test_empty_axes(isa, dtype, layout, axes, rng):
+    sizes = {"B": 2, "H": 4, "Hkv": 2, "Lq": 3, "Lk": 65, "D": 6, "Dv": 7} | dict.fromkeys(axes.split(), 0)
+    arrays = draw(rng, **sizes, dtype=dtype, layout=layout)
+    for keywords in ({}, {"is_causal": True, "offset": 1}, {"key_padding_lengths": [0] * sizes["B"]}, {"softcap": 1.0}):
+        out, lse = check(*arrays, layout=layout, **keywords)
+        fastmha.plan(*arrays[:3], layout=layout, algorithm="decode", **keywords)
+    if sizes["Lk"] == 0:
+        assert not bits(out).any()
+        assert np.isneginf(lse).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- firewall
+
+
+@dtypes
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rules", [name for name in RULES if name != "plain"])
+@pytest.mark.parametrize("kind", ["none", "bool", "additive"])
+def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, poison, rng):
+    q, k, v, _ = draw(rng, B, H, HKV, LQ, LK, 6, 5, dtype)
+    keywords = {"mask": mask_of(kind, dtype, rng), **RULES[rules]}
+    pairs = {name: value for name, value in keywords.items() if name not in ("softcap", "scale")}
+    gone = np.broadcast_to(reference.removed(LQ, LK, **pairs), (B, H, LQ, LK))
+    clean = decode(q, k, v, **keywords)
+    # First all keys that no row of the group attends, then a key that some rows attend.
+    nobody = gone.reshape(B, HKV, -1, LK).all(axis=2)
+    k_dirty, v_dirty = padded(k), padded(v)
+    k_dirty[nobody] = v_dirty[nobody] = poison
+    assert_same(clean, decode(q, k_dirty, v_dirty, **keywords))
+    for j in (0, 64, 520):
+        k_dirty, v_dirty = padded(k), padded(v)
+        k_dirty[:, :, j] = v_dirty[:, :, j] = poison
+        for x, y in zip(clean, decode(q, k_dirty, v_dirty, **keywords), strict=True):
+            assert np.array_equal(bits(x)[gone[..., j]], bits(y)[gone[..., j]])
+
+
+@dtypes
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("operand", ["k", "v", "q"])
+def test_an_attended_nan_reaches_exactly_its_rows(isa, dtype, operand, extra, rng):
+    arrays = draw(rng, B, H, HKV, LQ, LK, 6, 5, dtype)
+    gone = rng.random((B, H, LQ, LK)) < 0.5
+    b, h, n = 1, 4, 1
+    for j in (0, 63, 64, 511, 512, LK - 1):
+        q, k, v, _ = (padded(x) for x in arrays)
+        rows = np.zeros((B, H, LQ), bool)
+        if operand == "q":
+            q[b, h, 2, 3] = np.nan
+            rows[b, h, 2] = True
+        else:
+            (k if operand == "k" else v)[b, n, j] = np.nan
+            rows[b, n * 3 : n * 3 + 3] = ~gone[b, n * 3 : n * 3 + 3, :, j]
+        out, lse = decode(q, k, v, mask=gone, **extra)
+        assert np.array_equal(np.isnan(out).all(axis=-1), rows)
+        assert np.array_equal(np.isnan(out).any(axis=-1), rows)
+        assert np.array_equal(np.isnan(lse), rows & (operand != "v"))
+
+
+@dtypes
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_one_poisoned_element_of_a_value_stays_in_its_column(isa, dtype, poison, rng):
+    """In its place all over, and every other element keeps its bits, also those of the rows that attend it."""
+    q, k, v, _ = draw(rng, 1, 2, 1, 2, 600, 6, 7, dtype)
+    mask = np.zeros((2, 600), bool)
+    mask[0, 77] = True
+    clean = decode(q, k, v, mask=mask)
+    v[0, 0, 77, 4] = poison
+    out, lse = decode(q, k, v, mask=mask)
+    reached = np.zeros(out.shape, bool)
+    reached[:, :, 1, 4] = True
+    assert np.array_equal(out[reached], np.full(2, poison, dtype), equal_nan=True)
+    assert np.array_equal(np.isfinite(out), ~reached)
+    assert same_bits(out[:, :, 0], clean[0][:, :, 0])
+    assert np.array_equal(bits(out)[~reached], bits(clean[0])[~reached])
+    assert same_bits(lse, clean[1])
+
+
+@dtypes
+def test_lse_does_not_depend_on_the_values(isa, dtype, rng):
+    q, k, v, _ = draw(rng, 1, 2, 1, 2, 600, 6, 7, dtype)
+    _, lse = decode(q, k, v)
+    for size in (0, np.finfo(dtype).max / 2, np.inf, np.nan):
+        assert same_bits(decode(q, k, np.full_like(v, size))[1], lse)
+
+
+@dtypes
+@pytest.mark.parametrize("Lk", [1, 9, 64, 65, 513, 1500])
+def test_an_average_of_large_finite_values_is_finite(isa, dtype, Lk, rng):
+    """Also where the sum of the values, taken before it is divided, would not be."""
+    q, k, v, _ = draw(rng, 1, 3, 1, 2, Lk, 8, 5, dtype)
+    largest = 2e38 if dtype == np.float32 else 1.2e308
+    v[...] = largest * np.sign(v)
+    v[..., 0] = largest
+    out, lse = decode(q, k, v)
+    assert np.isfinite(out).all()
+    assert np.isfinite(lse).all()
+    np.testing.assert_allclose(out[..., 0], largest, rtol=1e-5)
+    wide = reference.attention(*(x.astype(np.longdouble) for x in (q, k)), v.astype(np.longdouble) / largest)
+    np.testing.assert_allclose((out / largest).astype(np.float64), wide.astype(np.float64), rtol=0, atol=1e-5)
+
+
+@dtypes
+def test_scores_beyond_exp_stay_finite(isa, dtype, rng):
+    for size in (30.0, 1e4):
+        q, k, v, _ = ((size * np.sign(x)).astype(dtype) for x in draw(rng, 2, 2, 2, 2, 600, 16, 4))
+        for x in decode(q, k, v):
+            assert np.isfinite(x).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------- bits
+
+PROBLEMS = {
+    "one row": ((3, 2, 2, 1, 1500, 16, 16), {}),
+    "groups": ((2, 6, 2, 3, 700, 7, 9), {"is_causal": True, "offset": 640}),
+    "masks": (
+        (3, 4, 2, 2, 1100, 8, 5),
+        {"window": (600, 3), "offset": [900, -4, 700], "key_padding_lengths": [1100, 7, 0], "softcap": 2.0},
+    ),
+    "few keys": ((3, 4, 4, 2, 9, 5, 3), {}),
+}
+problems = pytest.mark.parametrize("name", PROBLEMS)
+
+
+@dtypes
+@layouts
+@problems
+def test_n_threads_agnosticism(isa, dtype, layout, name, rng):
+    shape, keywords = PROBLEMS[name]
+    q, k, v, _ = draw(rng, *shape, dtype=dtype, layout=layout)
+    one = decode(q, k, v, layout=layout, num_threads=1, **keywords)
+    for threads in (2, 3, 7):
+        assert_same(one, decode(q, k, v, layout=layout, num_threads=threads, **keywords))
+
+
+@dtypes
+@layouts
+@problems
+def test_the_same_bits_from_run_to_run(isa, dtype, layout, name, rng):
+    shape, keywords = PROBLEMS[name]
+    arrays = draw(rng, *shape, dtype=dtype, layout=layout)[:3]
+    first = decode(*arrays, layout=layout, **keywords)
+    for _ in range(3):
+        assert_same(first, decode(*[padded(x) for x in arrays], layout=layout, **keywords))
+    # Where the rows lie does not matter either.
+    assert_same(first, decode(*[np.ascontiguousarray(x) for x in arrays], layout=layout, **keywords))
+
+
+@dtypes
+@problems
+def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
+    shape, keywords = PROBLEMS[name]
+    arrays = draw(rng, *shape, dtype=dtype)[:3]
+    together = decode(*arrays, **keywords)
+    for b in range(shape[0]):
+        own = {n: value[b : b + 1] if isinstance(value, list) else value for n, value in keywords.items()}
+        assert_same([x[b : b + 1] for x in together], decode(*(x[b : b + 1] for x in arrays), **own))
+
+
+@dtypes
+def test_batch_agnosticism_whatever_the_other_rows_hold(isa, dtype, rng):
+    arrays = draw(rng, 3, 4, 2, 2, 600, 8, 5, dtype)[:3]
+    clean = decode(*arrays)
+    for factor in (1e5, np.nan, np.inf, 0):
+        changed = [padded(x) for x in arrays]
+        for x in changed:
+            x[[0, 2]] *= dtype(factor)
+        with np.errstate(invalid="ignore"):
+            assert_same([x[1] for x in clean], [x[1] for x in decode(*changed)])
+
+
+@dtypes
+def test_the_other_heads_of_a_group_do_not_change_a_heads_bits(isa, dtype, rng):
+    for H, D, Dv in ((8, 16, 16), (7, 33, 5)):
+        q, k, v, _ = draw(rng, 1, H, 1, 1, 700, D, Dv, dtype)
+        together = decode(q, k, v)
+        for h in range(H):
+            assert_same([x[:, h : h + 1] for x in together], decode(q[:, h : h + 1], k, v))
+
+
+@dtypes
+@problems
+def test_instruction_sets_agree_to_rounding(dtype, name, rng):
+    shape, keywords = PROBLEMS[name]
+    arrays = draw(rng, *shape, dtype=dtype)
+    bounds = error_bounds(*in_float64(arrays, {})[0], dtype, **keywords)[:2]
+    results = []
+    for isa in ISAS:
+        with selected(isa):
+            results.append(decode(*arrays[:3], **keywords))
+    for others in results[1:]:
+        for x, y, bound in zip(others, results[0], bounds, strict=True):
+            same = x == y  # also -inf
+            assert np.abs(np.where(same, 0, x) - np.where(same, 0, y)).max() <= bound
+
+
+@dtypes
+@layouts
+def test_decode_and_tiled_agree_to_rounding(isa, dtype, layout, rng):
+    arrays = draw(rng, 2, 4, 2, 3, 600, 16, 9, dtype, layout)
+    keywords = {"layout": layout, "is_causal": True, "offset": 590}
+    tiled = fastmha.attention(*arrays[:3], algorithm="tiled", return_lse=True, **keywords)
+    bounds = error_bounds(*in_float64(arrays, {})[0], dtype, **keywords)[:2]
+    for x, y, bound in zip(decode(*arrays[:3], **keywords), tiled, bounds, strict=True):
+        assert np.abs(x.astype(np.float64) - y).max() <= bound
+
+
+# ------------------------------------------------------------------------------------------------ own precision, rule 9
+
+
+@every_isa
+@layouts
+@pytest.mark.parametrize("Lk", [65, 600])
+@ill_scaled
+@pytest.mark.parametrize("keywords", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
+def test_float32_errs_within_the_bounds_of_the_error_analysis(isa, layout, kind, Lk, keywords, rng):
+    arrays = draw_ill_scaled(kind, rng, 2, 8, 2, 2, Lk, 64, 64, layout=layout)
+    keywords = {"layout": layout, **keywords}
+    expected, bounds = oracle(*arrays, np.float32, **keywords)
+    assert_close(decode(*arrays[:3], **keywords), expected[:2], bounds[:2])
+
+
+# ------------------------------------------------------------------------------------------------------ lse and its use
+
+
+@dtypes
+def test_lse_is_the_natural_logarithm_of_the_sum_of_exponentials(isa, dtype, rng):
+    q, k, v, _ = draw(rng, 1, 2, 2, 3, 1100, 4, 4, dtype)
+    scores = (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2)) / 2
+    _, lse = decode(q, k, v)
+    np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(axis=-1)), rtol=0, atol=200 * np.finfo(dtype).eps)
+
+
+@dtypes
+def test_the_backward_pass_takes_what_decode_returned(isa, dtype, rng):
+    q, k, v, g = draw(rng, 2, 4, 2, 2, 130, 8, 5, dtype)
+    out, lse = decode(q, k, v)
+    grads = fastmha.attention_backward(g, q, k, v, out, lse)
+    assert_close((out, lse, *grads), *oracle(q, k, v, g, dtype))
+
+
+def test_auto_decodes_few_rows(isa, rng):
+    for H, Lq in ((1, 1), (8, 1), (2, 4), (1, 8)):
+        q, k, v, _ = draw(rng, 2, H, 1, Lq, 300, 64, 8)
+        assert fastmha.plan(q, k, v).algorithm == "decode"
+        assert same_bits(fastmha.attention(q, k, v), decode(q, k, v)[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_the_backward_pass_names_the_algorithm_it_does_not_have(rng):
+    q, k, v, g = draw(rng, 1, 1, 1, 1, 9)
+    out, lse = decode(q, k, v)
+    with pytest.raises(ValueError, match=r'algorithm "decode" cannot serve this call: it has no backward pass'):
+        fastmha.attention_backward(g, q, k, v, out, lse, algorithm="decode")
+    with pytest.raises(ValueError, match=r'algorithm "decode" cannot serve this call: it has no backward pass'):
+        fastmha.plan(q, k, v, algorithm="decode", backward=True)
+
+
+@pytest.mark.parametrize(("H", "Hkv", "Lq", "rows"), [(1, 1, 65, 65), (13, 1, 5, 65), (130, 2, 1, 65), (2, 2, 66, 66)])
+def test_too_many_rows_are_refused_and_counted(H, Hkv, Lq, rows, rng):
+    q, k, v, _ = draw(rng, 1, H, Hkv, Lq, 9)
+    message = (
+        r'algorithm "decode" cannot serve this call: it takes at most 64 query rows a key/value head '
+        rf"\(Lq \* H / Hkv\), got {rows}"
+    )
+    for function in (fastmha.attention, fastmha.plan):
+        with pytest.raises(ValueError, match=message):
+            function(q, k, v, algorithm="decode")

@@ -1,0 +1,171 @@
+"""No instruction of AVX stands outside its fence, and the C compiles with clang as with gcc.
+
+A CPU without AVX2 runs everything but the functions named fmha_avx2_* and fmha_avx512_*, one without AVX-512 all but
+the latter: a single such instruction elsewhere (in the choice among them, in the pool) would end the process there.
+"""
+
+import ast
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from fastmha import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "fastmha" / "csrc"
+SOURCES = sorted(CSRC.glob("*.c"))
+FENCED = ("avx2", "avx512")
+# What only AVX has: all its mnemonics begin with v, also on xmm registers.
+AVX = re.compile(r"^(v\w+|k(mov|and|or|xor|not|add|shift|unpck|test)\w*)$|%[yz]mm\d|%xmm(1[6-9]|2\d|3[01])|%k[0-7]\b")
+AVX512 = re.compile(r"^k(mov|and|or|xor|not|add|shift|unpck|test)\w*$|%zmm\d|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]\b")
+
+needs_disassembly = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64") or shutil.which("objdump") is None,
+    reason="needs an x86-64 machine and objdump",
+)
+
+
+def tool(*command):
+    """Run it without what a sanitized Python has preloaded."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def instructions(path):
+    """(function, mnemonic, operands) of every instruction."""
+    listing = tool("objdump", "-d", "--no-show-raw-insn", str(path))
+    assert listing.returncode == 0, listing.stderr
+    function = ""
+    for line in listing.stdout.splitlines():
+        if header := re.match(r"[0-9a-f]+ <(.+)>:$", line):
+            function = header[1].lstrip("_")
+        elif line.startswith(" ") and "\t" in line:
+            words = line.split("\t", 1)[1].split("#")[0].split(maxsplit=1)
+            if words:
+                yield function, words[0], words[1] if len(words) > 1 else ""
+
+
+def fenced(function, isas):
+    return any(function.startswith(f"fmha_{isa}_") for isa in isas)
+
+
+def strays(listing):
+    """Instructions where they must not be."""
+    found = []
+    for function, mnemonic, operands in listing:
+        for pattern, isas in ((AVX, FENCED), (AVX512, FENCED[1:])):
+            if not fenced(function, isas) and (pattern.search(mnemonic) or pattern.search(operands)):
+                found.append(f"{function}: {mnemonic} {operands}")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- the built module
+
+
+@needs_disassembly
+def test_the_built_module_has_no_avx_outside_its_fences():
+    listing = list(instructions(_core.__file__))
+    functions = {function for function, _, _ in listing}
+    if not any(fenced(function, ["baseline"]) for function in functions):
+        pytest.skip("the module is stripped of its local symbols: the object files below stand for it")
+    assert "PyInit__core" in functions
+    assert strays(listing) == []
+    # The fenced functions are what is seen, and full of such instructions.
+    for isa, register in (("avx2", "%ymm"), ("avx512", "%zmm")):
+        inside = [operands for function, _, operands in listing if fenced(function, [isa])]
+        assert sum(register in operands for operands in inside) > 1000
+
+
+# ----------------------------------------------------------------------------------------------------- object by object
+
+
+def command_of(kind):
+    """A compiler as a list of words: the one that builds extensions, or clang."""
+    if not SOURCES or not (ROOT / "setup.py").exists():
+        pytest.skip("needs the C sources and setup.py, not only the installed package")
+    if os.name != "posix":
+        pytest.skip("the flags are those of gcc and clang")
+    names = ("clang",) if kind == "clang" else (sysconfig.get_config_var("CC") or "", "cc", "gcc", "clang")
+    for name in names:
+        words = shlex.split(name)
+        if words and shutil.which(words[0]):
+            return words
+    pytest.skip(f"no C compiler on PATH: {kind}")
+
+
+def flags():
+    """Those of setup.py, with less optimisation: the fences are the same, the wait is shorter."""
+    for node in ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "FLAGS":
+            return ["-fPIC", *("-O1" if flag == "-O3" else flag for flag in ast.literal_eval(node.value))]
+    raise AssertionError("setup.py has no FLAGS")
+
+
+KINDS = ["the default compiler"] + ["clang"] * (shutil.which("clang") is not None)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def objects(request, tmp_path_factory):
+    """Source name -> object file; clang must have nothing to say."""
+    command = command_of(request.param)
+    strict = ["-Wall", "-Wextra", "-Werror"] if request.param == "clang" else []
+    directory, built = tmp_path_factory.mktemp("objects"), {}
+    for source in SOURCES:
+        target = directory / f"{source.stem}.o"
+        compiled = tool(*command, *flags(), *strict, "-c", str(source), "-o", str(target))
+        assert compiled.returncode == 0, compiled.stderr
+        built[source.stem] = target
+    return built
+
+
+def test_every_source_compiles(objects):
+    assert {"avx2", "avx512", "baseline", "blas_threads", "dispatch", "pool"} <= set(objects)
+
+
+@needs_disassembly
+def test_every_object_keeps_to_its_fence(objects):
+    for name, path in objects.items():
+        listing = list(instructions(path))
+        assert listing, name
+        assert strays(listing) == [], name
+        avx = [f"{f}: {m} {o}" for f, m, o in listing if AVX.search(m) or AVX.search(o)]
+        if name not in FENCED:
+            assert avx == [], name
+        else:
+            assert len(avx) > 1000, name
+        if name == "avx2":
+            assert not [o for _, m, o in listing if AVX512.search(m) or AVX512.search(o)]
+
+
+@needs_disassembly
+@pytest.mark.parametrize(
+    ("instruction", "name", "stray"),
+    [
+        ("vaddps\t%xmm1,%xmm2,%xmm3", "fmha_pool_run", True),
+        ("vaddps\t%ymm1,%ymm2,%ymm3", "fmha_baseline_softmax_32", True),
+        ("vaddps\t%ymm1,%ymm2,%ymm3", "fmha_avx2_softmax_32", False),
+        ("vaddps\t%zmm1,%zmm2,%zmm3", "fmha_avx2_softmax_32.constprop.0", True),
+        ("vaddps\t%xmm17,%xmm2,%xmm3", "fmha_avx2_softmax_32", True),
+        ("kmovw\t%eax,%k1", "fmha_avx2_softmax_32", True),
+        ("vaddps\t%zmm1,%zmm2,%zmm3", "fmha_avx512_softmax_32.part.0", False),
+        ("addps\t%xmm1,%xmm2", "fmha_baseline_softmax_32", False),
+    ],
+)
+def test_the_check_sees_what_it_must(instruction, name, stray):
+    mnemonic, _, operands = instruction.partition("\t")
+    assert bool(strays([(name, mnemonic, operands)])) is stray
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sources_raise_no_warning(kind):
+    command = command_of(kind)
+    for source in SOURCES:
+        checked = tool(*command, *flags(), "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source))
+        assert checked.returncode == 0, checked.stderr

@@ -1,0 +1,272 @@
+"""No kernel touches an element outside its arrays: they end exactly at an unreadable page, or start right behind one.
+
+The kernels run in the test process itself: one element read or written past an end kills it, and a pytest that dies is
+the failure. `test_the_guard_works` proves in processes of their own that it would.
+"""
+
+import ctypes
+import itertools
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+from support import dtypes, run, same_bits
+
+import fastmha
+from fastmha import _core, algorithms, validate
+
+if sys.platform == "win32":
+    pytest.skip("mprotect is POSIX", allow_module_level=True)
+
+PAGE = mmap.PAGESIZE
+ROOM = 4 * 2**20  # whole pages, whatever their size
+KINDS = ("end", "end, rows apart", "start")
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+class Pages:
+    """Readable and writable memory between two pages that may not be touched."""
+
+    def __init__(self):
+        self.memory = mmap.mmap(-1, ROOM + 2 * PAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for at in (start, start + PAGE + ROOM):
+            assert protect(at, PAGE, 0) == 0, os.strerror(ctypes.get_errno())
+
+    def place(self, x, kind):
+        """A copy of x with its last element right before the end, or its first right behind the start."""
+        gap = 3 if kind.endswith("rows apart") and x.ndim > 1 else 0
+        width = x.shape[-1] if x.ndim else 1
+        strides, step = [], width + gap
+        for n in x.shape[-2::-1]:
+            strides.insert(0, step)
+            step *= n
+        strides.append(1)
+        n = 1 + sum(s * (m - 1) for s, m in zip(strides, x.shape, strict=False)) if x.size else 0
+        assert n * x.itemsize <= ROOM
+        first = PAGE + ROOM - n * x.itemsize if kind.startswith("end") else PAGE
+        flat = np.frombuffer(self.memory, x.dtype, n, first)
+        if x.dtype.kind == "f":
+            flat[...] = np.nan
+        view = as_strided(flat, x.shape, [s * x.itemsize for s in strides[: x.ndim]])
+        view[...] = x
+        return view
+
+
+SLOTS = []  # they live as long as the process: the kernels' arrays of a case, one after the other
+
+
+class Guard:
+    """Places the arrays of one case."""
+
+    def __init__(self, kind):
+        self.kind, self.used = kind, 0
+
+    def __call__(self, x):
+        if self.used == len(SLOTS):
+            SLOTS.append(Pages())
+        self.used += 1
+        return SLOTS[self.used - 1].place(np.asarray(x), self.kind)
+
+    def empty(self, shape, dtype):
+        return self(np.full(shape, np.nan, dtype))
+
+
+# ------------------------------------------------------------------------------------------------------------ the guard
+
+@pytest.mark.parametrize("how", ["Python", "a kernel"])
+@pytest.mark.parametrize("kind", ["end", "start"])
+def test_the_guard_works(kind, how, tmp_path):
+    """One element further and the process dies."""
+    code = f"""
+        import resource, sys
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        sys.path[:0] = [{os.path.dirname(__file__)!r}, {os.path.dirname(os.path.dirname(__file__))!r}]
+        import numpy as np
+        from numpy.lib.stride_tricks import as_strided
+        from test_guard_pages import Guard
+        from fastmha import _core
+        x = Guard({kind!r})(np.zeros(67, np.float32))
+        _core.exponential(x, np.empty_like(x))
+        longer = as_strided(x, (68,), (4,)) if {kind!r} == "end" else as_strided(x[66:], (68,), (-4,))[::-1]
+        print(longer[1:-1].sum(), flush=True)
+        if {how!r} == "Python":
+            print(longer.sum())
+        else:
+            _core.exponential(longer, np.empty(68, np.float32))
+    """
+    environment = dict(os.environ)
+    environment["ASAN_OPTIONS"] = ":".join(filter(None, [environment.get("ASAN_OPTIONS"), "handle_segv=0"]))
+    package = str(Path(fastmha.__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ran.stdout == "0.0\n", ran.stderr
+    assert ran.returncode in (-signal.SIGSEGV, -signal.SIGBUS)
+
+
+# ------------------------------------------------------------------------------------------------------- the algorithms
+
+
+def rules_of(n, B, H, Lq, Lk, dtype, rng):
+    """Keywords of the n-th kind of call."""
+    gone = rng.random((B, H, Lq, Lk)) < 0.4
+    additive = np.where(gone, -np.inf, 0.5).astype(dtype)
+    kinds = (
+        {},
+        {"is_causal": True, "offset": Lk - Lq},
+        {"mask": gone},
+        {"mask": additive, "softcap": 3.0},
+        {"mask": gone[:, :1, :1]},
+        {"mask": additive[:, :1, :1]},
+        {"mask": gone[:1, :, :, :1]},
+        {"mask": additive[0, 0], "is_causal": True, "offset": 2},
+        {"key_padding_lengths": rng.integers(0, Lk + 1, B)},
+        {"window": (3, 1), "offset": Lk - Lq},
+        {"softcap": 2.0},
+        {"mask": gone[0, 0], "key_padding_lengths": rng.integers(0, Lk + 1, B), "softcap": 2.0},
+    )
+    return kinds[n % len(kinds)]
+
+
+def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
+    """Every algorithm on guarded arrays, with guarded results, against the same on ordinary ones."""
+    B = 1 + n % 2
+    shapes = (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), (B, H, Lq, Dv)
+    arrays = [rng.standard_normal(s).astype(dtype) for s in shapes]
+    if poison:
+        for x, at in zip(arrays, (Lq - 1, Lk // 2, Lk - 1, 0), strict=True):
+            x[0, 0, at, x.shape[-1] - 1] = np.nan
+    if layout == "BLHD":
+        arrays = [x.swapaxes(1, 2) for x in arrays]
+    keywords = {"layout": layout, **rules_of(n, B, H, Lq, Lk, dtype, rng)}
+    guarded = {k: guard(x) if isinstance(x, np.ndarray) else x for k, x in keywords.items()}
+    q, k, v, g = (guard(x) for x in arrays)
+    names = ("layout", "mask", "is_causal", "offset", "key_padding_lengths", "window", "scale", "softcap")
+    problem = validate.attention_problem(
+        q, k, v, *(guarded.get(name, False if name == "is_causal" else None) for name in names)
+    )
+
+    def by_head(x):
+        return x if layout == "BHLD" else x.swapaxes(1, 2)
+
+    out, grads = guard.empty(g.shape, dtype), [guard.empty(x.shape, dtype) for x in (q, k, v)]
+    # lse and weights are contiguous in any case.
+    own = Guard("start" if guard.kind == "start" else "end")
+    own.used = guard.used
+    lse, weights = own.empty((B, H, Lq), dtype), own.empty((B, H, Lq, Lk), dtype)
+    plain = [x.copy() for x in arrays]
+    for name in ("tiled", "blas"):
+        expected = run(fastmha, *plain, algorithm=name, **keywords)
+        algorithms.forward(name, problem, by_head(out), lse, weights, 1)
+        algorithms.forward(name, problem, by_head(out), lse, None, 1)
+        algorithms.backward(name, problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 1)
+        results = (out, lse, *grads)
+        if name == "tiled":
+            for x, y in zip(results, expected, strict=True):
+                assert same_bits(x, y)
+            _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 0, 1)
+        for x, y in zip(results, expected, strict=True):  # by BLAS: another address may round otherwise
+            np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(dtype).eps)
+    if Lq * H // Hkv <= 64:
+        expected = fastmha.attention(*plain[:3], algorithm="decode", return_lse=True, **keywords)
+        algorithms.forward("decode", problem, by_head(out), lse, None, 1)
+        assert same_bits(out, expected[0])
+        assert same_bits(lse, expected[1])
+
+
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
+@dtypes
+@kinds
+@pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
+def test_attention_of_every_length_stays_inside(isa, dtype, kind, poison, rng):
+    widths = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33)
+    for L in range(1, 71):
+        Lq = (L, 1, 2, 70 - L // 2)[L % 4]
+        layout = ("BHLD", "BLHD")[L % 3 == 0]
+        D, Dv = widths[L % 14], widths[5 * L % 13]
+        case(rng, Guard(kind), L, 2, 1 + L % 2, Lq, L, D, Dv, dtype, layout, poison)
+
+
+@dtypes
+@kinds
+@pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
+def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):
+    for D in range(1, 68):
+        Lq, Lk = (1, 3, 5, 33)[D % 4], (9, 17, 64, 65, 33)[D % 5]
+        case(rng, Guard(kind), D, 2, 1, Lq, Lk, D, 68 - D, dtype, "BHLD", poison)
+        case(rng, Guard(kind), D + 5, 2, 2, Lq, Lk, 1 + 7 * D % 67, D, dtype, "BLHD", poison)
+
+
+@pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
+@dtypes
+@kinds
+def test_attention_around_the_edges_of_tiles_and_chunks_stays_inside(isa, dtype, kind, rng):
+    lengths = (64, 191), (63, 192), (65, 193), (1, 511), (2, 513), (129, 385), (3, 575), (31, 127)
+    for n, (Lq, Lk) in enumerate(lengths):
+        case(rng, Guard(kind), n, 2, 1, Lq, Lk, 5, 7, dtype, "BHLD", n % 2 == 1)
+        case(rng, Guard(kind), n + 3, 3, 1, Lq, Lk, 16, 8, dtype, "BLHD", n % 2 == 0)
+
+
+# --------------------------------------------------------------------------------------------- products and row kernels
+
+
+@dtypes
+@kinds
+@pytest.mark.parametrize("transposes", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
+def test_products_stay_inside(isa, dtype, kind, transposes, rng):
+    sizes = [(n, 1 + 5 * n % 67, 1 + 11 * n % 67) for n in range(1, 68)]
+    sizes += [(3, 5, 255), (5, 3, 256), (2, 9, 257), (255, 3, 2), (256, 17, 5), (257, 2, 9), (2, 129, 3)]
+    for m, n, k in sizes:
+        a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+        bias = rng.standard_normal(n).astype(dtype)
+        wanted = a.astype(np.float64) @ b + bias
+        guard = Guard(kind)
+        c, bias = guard.empty((m, n), dtype), guard(bias)
+        a, b = (guard(x.T if t else x) for x, t in zip((a, b), transposes, strict=True))
+        for slices in ((m, n), (7, 20)):
+            _core.matmul_tiled(a, b, c, *transposes, bias, slices, 1)
+            assert np.abs(c - wanted).max() <= np.finfo(dtype).eps * (4 * k + 8) * 25
+            _core.matmul(a, b, c, *transposes, 1.0, 0.0, bias, slices, 1)
+            assert np.abs(c - wanted).max() <= np.finfo(dtype).eps * (4 * k + 8) * 25
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["end", "start"])
+def test_row_kernels_stay_inside(isa, dtype, kind, rng):
+    for n in range(1, 71):
+        rows = 1 + n % 3
+        x, g = rng.standard_normal((rows, n)).astype(dtype), rng.standard_normal((rows, n)).astype(dtype)
+        guard = Guard(kind)
+        guarded, y, dx = guard(x), guard.empty(x.shape, dtype), guard.empty(x.shape, dtype)
+        _core.softmax_rows(guarded, None, y, 1)
+        assert same_bits(y, fastmha.softmax(x))
+        _core.softmax_rows(guard(g), y, dx, 1)
+        assert same_bits(dx, fastmha.softmax_backward(g, y.copy()))
+        for function in (_core.exponential, _core.hyperbolic_tangent):
+            ours, plain = guard.empty(n, dtype), np.empty(n, dtype)
+            function(guard(x[0]), ours)
+            function(x[0], plain)
+            assert same_bits(ours, plain)
+
+
+@dtypes
+@kinds
+def test_packing_stays_inside(isa, dtype, kind, rng):
+    for L, width in ((1, 1), (3, 7), (63, 5), (64, 16), (65, 17), (70, 33)):
+        x = rng.standard_normal((2, L, 3, width)).astype(dtype)
+        guard = Guard(kind)
+        out = guard.empty((2, 3, L, width), dtype)
+        _core.pack_heads(guard(x).swapaxes(1, 2), out, 1)
+        assert same_bits(out, x.swapaxes(1, 2).copy())

@@ -1,0 +1,422 @@
+"""What is special to "tiled": rows that do not know their company, two ways to one gradient, memory, far strides.
+
+Blocks have 64 stacked rows of a group, tiles 192 keys from key 0 on; lengths here lie around both. That "tiled" is
+right is for test_attention, test_firewall and test_gradients, which run it as they run "blas".
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from numpy.lib.stride_tricks import as_strided
+from support import (
+    ISAS,
+    assert_close,
+    bits,
+    draw,
+    dtypes,
+    error_bounds,
+    in_float64,
+    layouts,
+    padded,
+    run,
+    same_bits,
+    selected,
+)
+
+import fastmha
+from fastmha import _core, reference, validate
+
+EDGES = (63, 64, 65, 127, 129, 191, 192, 193, 383, 385)
+RULES = {
+    "plain": {},
+    "causal": {"is_causal": True, "offset": 0},
+    "causal, an offset per batch row": {"is_causal": True, "offset": np.array([-70, 130])},
+    "window": {"window": (70, 5), "offset": np.array([3, 60])},
+    "padding and softcap": {"key_padding_lengths": np.array([193, 0]), "softcap": 2.0},
+}
+
+
+def tiled(q, k, v, **keywords):
+    """(out, lse) by the algorithm."""
+    return fastmha.attention(q, k, v, algorithm="tiled", return_lse=True, **keywords)
+
+
+def check(*arrays, **keywords):
+    """Forward and backward against the oracle."""
+    results = run(fastmha, *arrays, algorithm="tiled", **keywords)
+    wide, keywords = in_float64(arrays, keywords)
+    bounds = error_bounds(*wide, arrays[0].dtype, **keywords)
+    assert_close(results, run(reference, *wide, **keywords), bounds)
+    return results
+
+
+def assert_same(results, others):
+    for x, y in zip(results, others, strict=True):
+        assert same_bits(x, y)
+
+
+# ------------------------------------------------------------------------------------------------ lengths at tile edges
+
+
+@dtypes
+@pytest.mark.parametrize("L", EDGES)
+def test_every_length_around_the_edges_of_blocks_and_tiles(isa, dtype, L, rng):
+    check(*draw(rng, 1, 1, 1, L, L, 5, 8, dtype))
+    check(*draw(rng, 1, 1, 1, L, L, 8, 3, dtype), is_causal=True)
+
+
+@dtypes
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(("Lq", "Lk"), [(63, 193), (65, 191), (129, 385), (192, 64), (1, 383), (3, 577)])
+def test_lengths_that_differ(isa, dtype, rules, Lq, Lk, rng):
+    keywords = dict(RULES[rules])
+    if "key_padding_lengths" in keywords:
+        keywords["key_padding_lengths"] = np.minimum(keywords["key_padding_lengths"], Lk)
+    check(*draw(rng, 2, 2, 1, Lq, Lk, 6, 5, dtype), **keywords)
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize(("group", "Lq"), [(3, 1), (64, 1), (65, 1), (3, 43), (2, 63), (5, 13), (7, 30), (3, 65)])
+def test_stacked_rows_that_cross_heads_within_a_block(isa, dtype, layout, group, Lq, rng):
+    arrays = draw(rng, 2, 2 * group, 2, Lq, 70, 5, 4, dtype, layout)
+    mask = rng.random((2, 2 * group, Lq, 70)) < 0.3
+    check(*arrays, layout=layout, is_causal=True, offset=np.array([70 - Lq, 9]), mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("shape", [(2, 6, 43, 200), (1, 6, 1, 200), (2, 1, 43, 1), (1, 6, 43, 1), (43, 200)])
+def test_masks_by_head_on_blocks_that_cross_heads(isa, kind, shape, rng):
+    mask = rng.random(shape) < 0.4
+    if kind == "additive":
+        mask = np.where(mask, -np.inf, rng.standard_normal(shape)).astype(np.float32)
+    check(*draw(rng, 2, 6, 2, 43, 200, 5, 4, np.float32), mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------- rows and their company
+
+
+@dtypes
+@pytest.mark.parametrize(("D", "Dv"), [(1, 1), (5, 7), (16, 16), (33, 64)])
+def test_a_causal_row_alone_has_the_bits_it_has_among_all(isa, dtype, D, Dv, rng):
+    q, k, v, _ = draw(rng, 1, 2, 2, 400, 400, D, Dv, dtype)
+    out, lse = tiled(q, k, v, is_causal=True)
+    for i in (0, 1, 15, 31, 32, 63, 64, 65, 127, 190, 191, 192, 193, 255, 383, 384, 399):
+        alone = tiled(q[:, :, i : i + 1], k, v, is_causal=True, offset=i)
+        assert same_bits(alone[0], out[:, :, i : i + 1]), i
+        assert same_bits(alone[1], lse[:, :, i : i + 1]), i
+
+
+@dtypes
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_rows_of_a_chunk_of_queries_have_the_bits_they_have_among_all(isa, dtype, softcap, rng):
+    """A prompt taken in chunks, each with its offset, whatever their sizes."""
+    q, k, v, _ = draw(rng, 2, 4, 2, 300, 300, 8, 9, dtype)
+    keywords = {"is_causal": True, "softcap": softcap}
+    whole = tiled(q, k, v, **keywords)
+    for size in (7, 40, 64, 100, 193):
+        parts = [
+            tiled(q[:, :, i : i + size], k[:, :, : i + size], v[:, :, : i + size], offset=i, **keywords)
+            for i in range(0, 300, size)
+        ]
+        assert_same([np.concatenate(x, axis=2) for x in zip(*parts, strict=True)], whole)
+
+
+@dtypes
+def test_keys_that_are_removed_may_as_well_not_be_there(isa, dtype, rng):
+    q, k, v, _ = draw(rng, 1, 4, 2, 70, 600, 8, 8, dtype)
+    for n in (1, 63, 191, 192, 193, 400):
+        short = tiled(q, k[:, :, :n], v[:, :, :n])
+        assert_same(short, tiled(q, k, v, key_padding_lengths=[n]))
+        assert_same(short, tiled(q, k, v, mask=np.broadcast_to(np.arange(600) >= n, (70, 600))))
+
+
+@dtypes
+def test_a_window_in_a_long_row_of_keys_has_the_bits_of_its_tiles(isa, dtype, rng):
+    """Tiles before the window are not visited: shifting everything by whole tiles changes no bit."""
+    q, k, v, _ = draw(rng, 1, 2, 1, 40, 200, 8, 8, dtype)
+    wanted = tiled(q, k, v, window=(30, 10), offset=60)
+    for tiles in (1, 3):
+        shifted = []
+        for x in (k, v):
+            longer = np.full((1, 1, 200 + 192 * tiles, 8), np.nan, dtype)
+            longer[:, :, 192 * tiles :] = x
+            shifted.append(longer)
+        assert_same(wanted, tiled(q, *shifted, window=(30, 10), offset=60 + 192 * tiles))
+
+
+@dtypes
+def test_the_place_of_a_head_in_its_group_does_not_change_its_bits(isa, dtype, rng):
+    q, k, v, _ = draw(rng, 1, 5, 1, 27, 200, 7, 6, dtype)
+    together = tiled(q, k, v, is_causal=True, offset=100)
+    for h in range(5):
+        alone = tiled(q[:, h : h + 1], k, v, is_causal=True, offset=100)
+        assert_same([x[:, h : h + 1] for x in together], alone)
+
+
+# ---------------------------------------------------------------------------------------------------- the backward pass
+
+
+def gradients(arrays, out, lse, split, threads, **keywords):
+    """grad_q, grad_k, grad_v in one pass or in two, written into NaN."""
+    q, k, v, g = arrays
+    layout = keywords.pop("layout", "BHLD")
+    names = ("mask", "is_causal", "offset", "key_padding_lengths", "window", "scale", "softcap")
+    values = [keywords.pop(name, False if name == "is_causal" else None) for name in names]
+    assert not keywords
+    problem = validate.attention_problem(q, k, v, layout, *values)
+    grads = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
+    views = [x if layout == "BHLD" else x.swapaxes(1, 2) for x in (out, g, *grads)]
+    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], 0 if split else 10**9, threads)
+    return grads
+
+
+SPLIT_CASES = {
+    "one tile": ((2, 2, 2, 33, 40, 6, 5), {}),
+    "several tiles and blocks": ((1, 2, 1, 130, 400, 8, 8), {}),
+    "causal": ((1, 3, 1, 150, 390, 5, 7), {"is_causal": True, "offset": 200}),
+    "window": ((2, 2, 2, 100, 500, 16, 3), {"window": (60, 20), "offset": np.array([250, -40])}),
+    "padding": ((3, 4, 2, 65, 193, 4, 4), {"key_padding_lengths": [193, 64, 0], "softcap": 2.0}),
+    "one row": ((1, 4, 1, 1, 385, 9, 16), {}),
+    "without queries": ((1, 2, 1, 0, 50, 4, 4), {"is_causal": True, "offset": 0}),
+    "without keys": ((1, 2, 1, 50, 0, 4, 4), {}),
+}
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_two_passes_give_the_gradients_of_one_bit_for_bit(isa, dtype, layout, name, rng):
+    shape, keywords = SPLIT_CASES[name]
+    keywords = {"layout": layout, **keywords}
+    arrays = draw(rng, *shape, dtype=dtype, layout=layout)
+    out, lse = tiled(*arrays[:3], **keywords)
+    whole = gradients(arrays, out, lse, False, 1, **keywords)
+    for x in whole:
+        assert np.isfinite(x).all()
+    for threads in (1, 3):
+        assert_same(whole, gradients(arrays, out, lse, True, threads, **keywords))
+    assert_same(whole, gradients(arrays, out, lse, False, 3, **keywords))
+    assert_same(whole, fastmha.attention_backward(arrays[3], *arrays[:3], out, lse, algorithm="tiled", **keywords))
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("poison", [None, np.nan, np.inf])
+def test_two_passes_give_the_gradients_of_one_with_masks_and_whatever_is_not_finite(isa, dtype, kind, poison, rng):
+    arrays = draw(rng, 2, 4, 2, 70, 300, 5, 6, dtype)
+    mask = rng.random((2, 4, 70, 300)) < 0.5
+    mask[0, 1, 5] = True
+    if kind == "additive":
+        mask = np.where(mask, -np.inf, 0.5).astype(dtype)
+    if poison is not None:
+        for x, at in zip(arrays, (3, 200, 290, 66), strict=True):
+            x[1, 1, at, 2] = poison
+    out, lse = tiled(*arrays[:3], mask=mask)
+    whole = gradients(arrays, out, lse, False, 1, mask=mask)
+    assert_same(whole, gradients(arrays, out, lse, True, 2, mask=mask))
+
+
+def test_gradients_of_fewer_heads_than_threads_have_the_bits_of_one_thread(rng):
+    """With more threads than heads the plan takes two passes."""
+    q, k, v, g = draw(rng, 1, 2, 2, 200, 200, 8, 8, np.float32)
+    out, lse = tiled(q, k, v)
+    one = fastmha.attention_backward(g, q, k, v, out, lse, algorithm="tiled", num_threads=1)
+    for threads in (2, 3, 7):
+        assert_same(one, fastmha.attention_backward(g, q, k, v, out, lse, algorithm="tiled", num_threads=threads))
+
+
+@dtypes
+def test_additive_masks_of_zeros_change_no_bit(isa, dtype, rng):
+    arrays = draw(rng, 1, 2, 1, 70, 200, 8, 5, dtype)
+    plain = run(fastmha, *arrays, algorithm="tiled")
+    for shape in ((70, 200), (1, 1, 1, 200), (1, 2, 70, 200)):
+        assert_same(plain, run(fastmha, *arrays, algorithm="tiled", mask=np.zeros(shape, dtype)))
+        assert_same(plain, run(fastmha, *arrays, algorithm="tiled", mask=np.zeros(shape, bool)))
+
+
+@dtypes
+def test_large_finite_values_average_finite_and_leave_other_columns_alone(isa, dtype, rng):
+    """Sums that overflow are taken again; the columns that do not overflow and lse keep their bits."""
+    q, k, v, _ = draw(rng, 1, 3, 1, 40, 400, 8, 5, dtype)
+    plain = tiled(q, k, v)
+    v[..., 2] = np.finfo(dtype).max / 2 * (1 + rng.random((1, 1, 400)).astype(dtype)) / 2
+    out, lse = tiled(q, k, v)
+    assert np.isfinite(out).all()
+    assert v[..., 2].min() * 0.999 <= out[..., 2].min()
+    assert out[..., 2].max() <= v[..., 2].max() * 1.001
+    others = [0, 1, 3, 4]
+    assert np.array_equal(bits(out[..., others]), bits(plain[0][..., others]))
+    assert same_bits(lse, plain[1])
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def scratch(L, Lk=None, *, algorithm, **keywords):
+    q, k = (np.empty((1, 1, n, 64), np.float32) for n in (L, Lk or L))  # memory that nobody touches
+    return fastmha.plan(q, k, k, algorithm=algorithm, num_threads=2, **keywords).scratch_bytes
+
+
+@pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"softcap": 5.0}], ids=["full", "causal", "softcap"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_scratch_of_tiled_does_not_grow_with_the_square_of_the_length(isa, backward, keywords):
+    for L in (512, 2048, 16384, 2**20):
+        one, two = (scratch(n, algorithm="tiled", backward=backward, **keywords) for n in (L, 2 * L))
+        assert two <= 2 * one + 2**16
+        if not backward:
+            assert two == one
+    assert scratch(16384, algorithm="tiled", backward=True) < 64 * 2**20
+
+
+def test_scratch_of_decode_does_not_grow_with_the_square_of_the_length(isa):
+    """Beside what the threads work in, a few numbers a row for every 512 keys."""
+    for Lk in (512, 4096, 2**20):
+        one, two = (scratch(4, n, algorithm="decode") for n in (Lk, 2 * Lk))
+        assert two <= 2 * one + 2**16
+
+
+# ---------------------------------------------------------------------------------------------------------- far strides
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory):
+    """A function that places an array with `apart` elements between neighbours along an axis, in one sparse file."""
+    path = tmp_path_factory.mktemp("far") / "sparse"
+    memory = np.asarray(np.memmap(path, np.uint8, "w+", shape=(9 * 2**30,)))
+    path.unlink()
+
+    def place(x, apart, axis):
+        strides = list(np.ascontiguousarray(x).strides)
+        strides[axis] = apart * x.itemsize
+        assert sum(s * (n - 1) for s, n in zip(strides, x.shape, strict=True)) + x.itemsize <= memory.size
+        view = as_strided(memory[: memory.size // 8 * 8].view(x.dtype), x.shape, strides)
+        view[...] = x
+        return view
+
+    return place
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("algorithm", ["tiled", "decode"])
+def test_elements_beyond_2_to_the_31_are_found(isa, algorithm, axis, backwards, rng, far):
+    """Each operand with neighbours 2**31 + 5 elements apart along one axis, forward and backward."""
+    arrays = draw(rng, 2, 2, 2, 2, 2, 7, 9, np.float32)
+    keywords = {"is_causal": True}
+
+    def results(q, k, v, g, out=None):
+        out, lse = fastmha.attention(q, k, v, algorithm=algorithm, return_lse=True, out=out, **keywords)
+        if algorithm == "decode":
+            return out, lse
+        return out, lse, *fastmha.attention_backward(g, q, k, v, out, lse, algorithm=algorithm, **keywords)
+
+    expected = results(*arrays)
+    step = slice(None, None, -1) if backwards else slice(None)
+    turned = tuple(step if a == axis else slice(None) for a in range(4))
+    for n in range(4):
+        changed = list(arrays)
+        changed[n] = far(arrays[n][turned], 2**31 + 5, axis)[turned]
+        assert_same(expected, results(*changed))
+    out = far(np.full_like(arrays[3], np.nan)[turned], 2**31 + 5, axis)[turned]
+    assert_same(expected, results(*arrays, out=out))
+
+
+def test_whole_blocks_of_rows_beyond_2_to_the_31(isa, rng, far):
+    """Rows 2**25 + 16 elements apart: the later ones of a block, and of a tile, are more than 2**31 elements away."""
+    arrays = draw(rng, 1, 1, 1, 66, 66, 4, 4, np.float32)
+    expected = run(fastmha, *arrays, algorithm="tiled")
+    for n in range(4):
+        changed = list(arrays)
+        changed[n] = far(arrays[n], 2**25 + 16, 2)
+        assert_same(expected, run(fastmha, *changed, algorithm="tiled"))
+        if n in (1, 2):
+            q = arrays[0][:, :, :2]
+            assert_same(
+                fastmha.attention(q, *arrays[1:3], algorithm="decode", return_lse=True),
+                fastmha.attention(q, *changed[1:3], algorithm="decode", return_lse=True),
+            )
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3], ids=["batch", "head", "query", "key"])
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+@pytest.mark.parametrize("algorithm", ["tiled", "decode"])
+def test_masks_beyond_2_to_the_31_are_found(algorithm, kind, axis, rng, far):
+    q, k, v, g = draw(rng, 2, 2, 2, 2, 2, 7, 9, np.float32)
+    mask = np.zeros((2, 2, 2, 2), bool)
+    mask[0, 1, 0, 1] = mask[1, 0, 1, 0] = mask[1, 1, 1, 1] = True
+    if kind == "additive":
+        mask = np.where(mask, -np.inf, 0.25).astype(np.float32)
+    expected = fastmha.attention(q, k, v, mask=mask, algorithm=algorithm, return_lse=True)
+    there = far(mask, 2**31 + 5, axis)
+    assert_same(expected, fastmha.attention(q, k, v, mask=there, algorithm=algorithm, return_lse=True))
+    if algorithm == "tiled":
+        expected = run(fastmha, q, k, v, g, mask=mask, algorithm=algorithm)
+        assert_same(expected, run(fastmha, q, k, v, g, mask=there, algorithm=algorithm))
+
+
+# ------------------------------------------------------------------------------------------- the product of projections
+
+
+@dtypes
+@pytest.mark.parametrize("transposes", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize(
+    "size",
+    [(2, 3, 1), (5, 7, 3), (33, 65, 17), (13, 50, 255), (257, 9, 257), (3, 130, 600), (0, 3, 4), (3, 0, 4)],
+)
+def test_own_products_in_any_slices_are_right_and_have_one_set_of_bits(isa, dtype, transposes, size, rng):
+    m, n, k = size
+    a, b = padded(rng.standard_normal((m, k)).astype(dtype)), padded(rng.standard_normal((k, n)).astype(dtype))
+    bias = rng.standard_normal(n).astype(dtype)
+    wanted = a.astype(np.float64) @ b.astype(np.float64) + bias
+    if transposes[0]:
+        a = padded(a.T)
+    if transposes[1]:
+        b = padded(b.T)
+    results = []
+    for slices, threads in (((max(1, m), max(1, n)), 1), ((5, 16), 3), ((1, 3), 2), ((256, 64), 1)):
+        around = np.full((m + 2, n + 3), np.nan, dtype)
+        c = around[1:-1, 1:-2]
+        _core.matmul_tiled(a, b, c, *transposes, bias, slices, threads)
+        assert np.abs(c - wanted).max(initial=0) <= np.finfo(dtype).eps * (4 * k + 8) * 25
+        results.append(c.copy())
+        c[...] = np.nan
+        assert np.isnan(around).all()
+    for x in results[1:]:
+        assert same_bits(x, results[0])
+
+
+@dtypes
+def test_own_products_over_nothing_are_the_bias(isa, dtype, rng):
+    """As those of BLAS are."""
+    bias = rng.standard_normal(9).astype(dtype)
+    for function, factors in ((_core.matmul, (1.0, 0.0)), (_core.matmul_tiled, ())):
+        c = np.full((5, 9), np.nan, dtype)
+        function(np.empty((5, 0), dtype), np.empty((0, 9), dtype), c, False, False, *factors, bias, (5, 9), 1)
+        assert same_bits(c, np.repeat(bias[None], 5, axis=0)), function.__name__
+
+
+@dtypes
+def test_attention_without_value_width_leaves_the_bias_of_the_output(isa, dtype, rng):
+    x, square = rng.standard_normal((2, 3, 4)).astype(dtype), rng.standard_normal((4, 4)).astype(dtype)
+    bias = rng.standard_normal(5).astype(dtype)
+    weights = {"W_Q": square, "W_K": square, "W_V": square[:, :0], "W_O": np.empty((0, 5), dtype), "b_O": bias}
+    out = fastmha.multi_head_attention(x, x, x, 2, weights)
+    assert same_bits(out, np.ascontiguousarray(np.broadcast_to(bias, (2, 3, 5))))
+
+
+# ------------------------------------------------------------------------------------------------ agreement to rounding
+
+
+@dtypes
+@pytest.mark.parametrize("rules", RULES)
+def test_instruction_sets_agree_to_rounding_over_many_tiles(dtype, rules, rng):
+    arrays = draw(rng, 2, 4, 2, 130, 400, 16, 16, dtype)
+    bounds = error_bounds(*in_float64(arrays, {})[0], dtype, **RULES[rules])
+    results = []
+    for isa in ISAS:
+        with selected(isa):
+            results.append(run(fastmha, *arrays, algorithm="tiled", **RULES[rules]))
+    for others in results[1:]:
+        assert_close(others, [x.astype(np.float64) for x in results[0]], bounds)

@@ -1,0 +1,811 @@
+"""Rules 10 and 11 for the functions: every message names the argument and says what was expected and what came."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from support import draw, layouts, same_bits
+
+import fastmha
+
+B, H, HKV, LQ, LK, D, DV = 2, 4, 2, 5, 6, 3, 7
+
+
+def arrays(layout="BHLD", dtype=np.float32):
+    return draw(np.random.default_rng(0), B, H, HKV, LQ, LK, D, DV, dtype, layout)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def repeated(*shape, dtype=np.float32):
+    """A shape of any size in a few bytes."""
+    return np.broadcast_to(dtype(1), shape)
+
+
+def attend(**changes):
+    """attention of good arguments, some of them changed; `out` is given, so that we see whether it was written."""
+    q, k, v, g = arrays(changes.get("layout") if changes.get("layout") in ("BHLD", "BLHD") else "BHLD")
+    arguments = {"q": q, "k": k, "v": v, "out": np.full(g.shape, 7, g.dtype)} | changes
+    before = arguments["out"].copy() if isinstance(arguments["out"], np.ndarray) else None
+    try:
+        return fastmha.attention(**arguments)
+    finally:
+        if before is not None:
+            assert same_bits(arguments["out"], before)  # nothing is written before everything is checked
+
+
+def plan(**changes):
+    q, k, v, _ = arrays(changes.get("layout") if changes.get("layout") in ("BHLD", "BLHD") else "BHLD")
+    return fastmha.plan(**({"q": q, "k": k, "v": v} | changes))
+
+
+def backward(**changes):
+    q, k, v, g = arrays(changes.get("layout") if changes.get("layout") in ("BHLD", "BLHD") else "BHLD")
+    good = {"grad_out": g, "q": q, "k": k, "v": v, "out": g, "lse": zeros(B, H, LQ)}
+    return fastmha.attention_backward(**(good | changes))
+
+
+def fails(call, kind, message):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert caught.type is kind, caught.value
+    assert re.search(message, str(caught.value)), f"{message!r} is not in {caught.value!s}"
+
+
+# -------------------------------------------------------------------------- what attention, its backward and plan share
+
+SHARED = {
+    "q of three axes": (
+        {"q": zeros(B, LQ, D)},
+        ValueError,
+        r"q must have 4 axes \(B, H, L, D\).*got shape \(2, 5, 3\)",
+    ),
+    "k of five axes": ({"k": zeros(1, B, HKV, LK, D)}, ValueError, r"k must have 4 axes.*\(1, 2, 2, 6, 3\)"),
+    "v a number": ({"v": np.float32(3)}, ValueError, r"v must have 4 axes.*got shape \(\)"),
+    "layout is told": (
+        {"layout": "BLHD", "q": zeros(B, LQ, D)},
+        ValueError,
+        r'q must have 4 axes \(B, L, H, D\) for layout "BLHD"',
+    ),
+    "integers": (
+        {"q": zeros(B, H, LQ, D, dtype=np.int64)},
+        TypeError,
+        r"q must be float32 or float64.*got int64: cast it to float32, q\.astype\(np\.float32\)$",
+    ),
+    "booleans": ({"v": zeros(B, HKV, LK, DV, dtype=bool)}, TypeError, r"v must be float32 or float64.*got bool"),
+    "half precision": (
+        {"k": zeros(B, HKV, LK, D, dtype=np.float16)},
+        TypeError,
+        r"k must be .*got float16: cast it to float32, k\.astype\(np\.float32\); a KVCache may store float16$",
+    ),
+    "complex": (
+        {"k": zeros(B, HKV, LK, D, dtype=np.complex64)},
+        TypeError,
+        r"k must be float32 or float64.*got complex64",
+    ),
+    "nothing": ({"q": None}, TypeError, r"q must be float32 or float64.*got None"),
+    "objects": ({"q": zeros(B, H, LQ, D, dtype=object)}, TypeError, r"q must be float32 or float64.*got object"),
+    "a list of integers": (
+        {"q": [[[[1, 2, 3]]]]},
+        TypeError,
+        r"q must be float32.*got int64: cast it to float32, np\.asarray\(q, np\.float32\)$",
+    ),
+    "byte order": (
+        {"q": zeros(B, H, LQ, D, dtype=np.dtype(np.float32).newbyteorder("S"))},
+        TypeError,
+        r"q must be float32 or float64 \(native byte order\), got [<>]f4",
+    ),
+    "mixed k": (
+        {"k": zeros(B, HKV, LK, D, dtype=np.float64)},
+        TypeError,
+        r"k has dtype float64 but q has float32: they must share one dtype",
+    ),
+    "mixed v": ({"v": zeros(B, HKV, LK, DV, dtype=np.float64)}, TypeError, r"v has dtype float64 but q has float32"),
+    "batch of k": ({"k": zeros(3, HKV, LK, D)}, ValueError, r"k has batch size 3 on axis 0 but q has 2"),
+    "batch of v": ({"v": zeros(1, HKV, LK, DV)}, ValueError, r"v has batch size 1 on axis 0 but q has 2"),
+    "heads of k": (
+        {"k": zeros(B, 3, LK, D), "v": zeros(B, 3, LK, DV)},
+        ValueError,
+        r'k has 3 heads on axis 1 of layout "BHLD" but q has 4: q\'s heads must be a multiple of k\'s',
+    ),
+    "more heads in k than in q": (
+        {"k": zeros(B, 8, LK, D), "v": zeros(B, 8, LK, DV)},
+        ValueError,
+        r"k has 8 heads.*but q has 4: q's heads must be a multiple of k's$",
+    ),
+    "no heads in k": ({"k": zeros(B, 0, LK, D), "v": zeros(B, 0, LK, DV)}, ValueError, r"k has 0 heads.*but q has 4"),
+    "heads of v": ({"v": zeros(B, H, LK, DV)}, ValueError, r'v has 4 heads on axis 1 of layout "BHLD" but k has 2'),
+    "heads in the other layout": (
+        {"layout": "BLHD", "v": zeros(B, LK, H, DV)},
+        ValueError,
+        r'v has 4 heads on axis 2 of layout "BLHD" but k has 2',
+    ),
+    "length of v": (
+        {"v": zeros(B, HKV, LK + 1, DV)},
+        ValueError,
+        r'v has length 7 on axis 2 of layout "BHLD" but k has 6',
+    ),
+    "length in the other layout": (
+        {"layout": "BLHD", "v": zeros(B, LK + 1, HKV, DV)},
+        ValueError,
+        r'v has length 7 on axis 1 of layout "BLHD" but k has 6',
+    ),
+    "width of k": ({"k": zeros(B, HKV, LK, D + 1)}, ValueError, r"k has width 4 on axis 3 but q has 3"),
+    "layout unknown": ({"layout": "LBHD"}, ValueError, r"""layout must be "BHLD" or "BLHD", got 'LBHD'"""),
+    "q and k in the other layout": (
+        {"q": zeros(B, 3, 8, D), "k": zeros(B, 6, 8, D), "v": zeros(B, 6, 8, DV)},
+        ValueError,
+        r'k has 6 heads on axis 1 of layout "BHLD" but q has 3: .* multiple of k\'s: they would fit layout "BLHD"$',
+    ),
+    "q and k in the other of the layouts": (
+        {"layout": "BLHD", "q": zeros(B, 4, 3, D), "k": zeros(B, 2, 6, D), "v": zeros(B, 2, 6, DV)},
+        ValueError,
+        r'k has 6 heads on axis 2 of layout "BLHD" but q has 3: .* they would fit layout "BHLD"$',
+    ),
+    "layout a list": ({"layout": ["BHLD"]}, ValueError, r"""layout must be "BHLD" or "BLHD", got \['BHLD'\]"""),
+    "layout an array": ({"layout": np.array(["BHLD"])}, ValueError, r'layout must be "BHLD" or "BLHD", got array'),
+    "layout not a name": ({"layout": None}, ValueError, r'layout must be "BHLD" or "BLHD", got None'),
+    "algorithm unknown": ({"algorithm": "magic"}, ValueError, r"""algorithm must be "auto".*"blas".*got 'magic'"""),
+    "algorithm not a name": ({"algorithm": 3}, ValueError, r"algorithm must be .*got 3"),
+    "algorithm a list": ({"algorithm": ["tiled"]}, ValueError, r"algorithm must be .*got \['tiled'\]"),
+    "algorithm an array": ({"algorithm": np.array("tiled")}, ValueError, r"algorithm must be .*got array"),
+    "algorithm a set": ({"algorithm": {"tiled"}}, ValueError, r"algorithm must be .*got \{'tiled'\}"),
+    # masks
+    "mask of one axis": (
+        {"mask": zeros(LK, dtype=bool)},
+        ValueError,
+        r"mask must have 2 axes \(Lq, Lk\) or 4.*got shape \(6,\)",
+    ),
+    "mask of three axes": (
+        {"mask": zeros(B, LQ, LK, dtype=bool)},
+        ValueError,
+        r"got shape \(2, 5, 6\): index.*\(B, Lk\) as mask\[:, None, None, :\].*\(B, Lq, Lk\) as mask\[:, None\]",
+    ),
+    "mask of another shape": (
+        {"mask": zeros(LQ, LK + 1, dtype=bool)},
+        ValueError,
+        r"mask of shape \(5, 7\) does not broadcast to \(Lq, Lk\) = \(5, 6\)",
+    ),
+    "mask of four axes": (
+        {"mask": zeros(B, 3, 1, LK, dtype=bool)},
+        ValueError,
+        r"mask of shape \(2, 3, 1, 6\) does not broadcast to \(B, H, Lq, Lk\) = \(2, 4, 5, 6\)",
+    ),
+    "mask per key/value head": (
+        {"mask": zeros(B, HKV, LQ, LK, dtype=bool)},
+        ValueError,
+        r"mask of shape \(2, 2, 5, 6\) does not",
+    ),
+    "a padding mask": (
+        {"mask": zeros(B, LK, dtype=bool)},
+        ValueError,
+        r"mask of shape \(2, 6\) does not.*index a padding mask \(B, Lk\) as mask\[:, None, None, :\]",
+    ),
+    "mask of integers": (
+        {"mask": zeros(LQ, LK, dtype=np.int8)},
+        TypeError,
+        r"mask must be bool \(True = may not attend\) or float32 like q.*got int8",
+    ),
+    "mask of another float": (
+        {"mask": zeros(LQ, LK, dtype=np.float64)},
+        TypeError,
+        r"mask must be bool.*or float32.*got float64",
+    ),
+    "mask of another byte order": (
+        {"mask": zeros(LQ, LK, dtype=np.dtype(np.float32).newbyteorder("S"))},
+        TypeError,
+        r"mask must be bool.*or float32.*got [<>]f4",
+    ),
+    # causal, window, offset
+    "is_causal a number": ({"is_causal": 1}, TypeError, r"is_causal must be True or False, got 1"),
+    "is_causal an array": ({"is_causal": np.array([True])}, TypeError, r"is_causal must be True or False, got array"),
+    "offset for nothing": ({"offset": 2}, ValueError, r"offset is given \(2\) but neither is_causal nor window"),
+    "offset missing": (
+        {"is_causal": True},
+        ValueError,
+        r"offset must be given.*q has length 5 and k has length 6: 0 lets.*Lk - Lq = 1 lets",
+    ),
+    "offset missing for a window": (
+        {"window": (1, 1)},
+        ValueError,
+        r"offset must be given with is_causal or window.*Lk - Lq = 1",
+    ),
+    "offset of another length": (
+        {"is_causal": True, "offset": [1, 2, 3]},
+        ValueError,
+        r"offset must be.*\(B,\) = \(2,\).*shape \(3,\)",
+    ),
+    "offset of two axes": (
+        {"is_causal": True, "offset": [[1], [2]]},
+        ValueError,
+        r"offset must be.*\(B,\).*got shape \(2, 1\)",
+    ),
+    "offset a float": (
+        {"is_causal": True, "offset": 1.0},
+        TypeError,
+        r"offset must be an int or a \(B,\) array of ints, got 1\.0",
+    ),
+    "offset a truth value": ({"is_causal": True, "offset": True}, TypeError, r"offset must be an int.*got True"),
+    "offset too large": (
+        {"is_causal": True, "offset": 2**61 + 1},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got 2305843009213693953",
+    ),
+    "offset beyond 64 bits": (
+        {"is_causal": True, "offset": 2**70},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got 1180591620717411303424",
+    ),
+    "offset of 5000 digits": (
+        {"is_causal": True, "offset": 10**5000},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got an integer of 16610 bits",
+    ),
+    "offsets beyond 64 bits": (
+        {"is_causal": True, "offset": [0, 2**70]},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got \[0, 1180591620717411303424\]",
+    ),
+    "offsets that int64 does not hold beside each other": (
+        {"is_causal": True, "offset": [2**63, -1]},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got \[9223372036854775808, -1\]",
+    ),
+    "offset unsigned and no int64": (
+        {"is_causal": True, "offset": np.array([2**63, 0], np.uint64)},
+        ValueError,
+        r"offset must lie within \+-2\*\*61, got array\(\[9223372036854775808, +0\]",
+    ),
+    "offsets of which one is none": (
+        {"is_causal": True, "offset": [0, None]},
+        TypeError,
+        r"offset must be an int or a \(B,\) array of ints, got \[0, None\]",
+    ),
+    "offset too small": ({"is_causal": True, "offset": np.array([0, -(2**62)])}, ValueError, r"offset must lie within"),
+    "offset unsigned and too large": (
+        {"is_causal": True, "offset": np.array([0, 2**64 - 1], np.uint64)},
+        ValueError,
+        r"offset must lie within",
+    ),
+    "window one number": (
+        {"window": 3, "offset": 0},
+        TypeError,
+        r"window must be None or a pair \(left, right\).*got 3",
+    ),
+    "window of three": (
+        {"window": (1, 2, 3), "offset": 0},
+        TypeError,
+        r"window must be None or a pair.*got \(1, 2, 3\)",
+    ),
+    "window a float": ({"window": 3.0, "offset": 0}, TypeError, r"window must be None or a pair.*got 3\.0"),
+    "window an array": ({"window": np.array([1, 2]), "offset": 0}, TypeError, r"window must be None or a pair.*got array"),
+    "window of huge negative": (
+        {"window": (0, -(10**5000)), "offset": 0},
+        ValueError,
+        r"window\[1\] \(right\) must be at least 0, got an integer of 16610 bits: None leaves",
+    ),
+    "window negative to the left": (
+        {"window": (-1, 0), "offset": 0},
+        ValueError,
+        r"window\[0\] \(left\) must be at least 0, got -1: None leaves a side unbounded$",
+    ),
+    "window negative to the right": (
+        {"window": (0, -2), "offset": 0},
+        ValueError,
+        r"window\[1\] \(right\) must be at least 0, got -2",
+    ),
+    "window of floats": (
+        {"window": (1.0, None), "offset": 0},
+        TypeError,
+        r"window\[0\] \(left\) must be an integer, got 1\.0",
+    ),
+    "window of truth values": (
+        {"window": (1, True), "offset": 0},
+        TypeError,
+        r"window\[1\] \(right\) must be an integer, got True",
+    ),
+    # padding lengths
+    "lengths negative": (
+        {"key_padding_lengths": [3, -1]},
+        ValueError,
+        r"key_padding_lengths must lie in \[0, Lk\] = \[0, 6\], got -1 at index 1",
+    ),
+    "lengths too long": (
+        {"key_padding_lengths": [7, 1]},
+        ValueError,
+        r"key_padding_lengths must lie in.*got 7 at index 0",
+    ),
+    "lengths unsigned and too long": (
+        {"key_padding_lengths": np.array([1, 2**64 - 1], np.uint64)},
+        ValueError,
+        r"key_padding_lengths must lie in.*got 18446744073709551615 at index 1",
+    ),
+    "lengths beyond 64 bits": (
+        {"key_padding_lengths": [1, 2**70]},
+        ValueError,
+        r"key_padding_lengths must lie in \[0, Lk\] = \[0, 6\], got 1180591620717411303424 at index 1",
+    ),
+    "lengths floats": (
+        {"key_padding_lengths": [1.0, 2.0]},
+        TypeError,
+        r"key_padding_lengths must be integers, got dtype float64",
+    ),
+    "lengths truth values": (
+        {"key_padding_lengths": [True, False]},
+        TypeError,
+        r"key_padding_lengths must be integers, got dtype bool",
+    ),
+    "lengths a mask": (
+        {"key_padding_lengths": zeros(B, LK, dtype=int)},
+        ValueError,
+        r"key_padding_lengths must have shape \(B,\) = \(2,\), got \(2, 6\)",
+    ),
+    "lengths one number": (
+        {"key_padding_lengths": 3},
+        ValueError,
+        r"key_padding_lengths must have shape \(B,\) = \(2,\), got \(\)",
+    ),
+    # numbers
+    "scale NaN": ({"scale": math.nan}, ValueError, r"scale must be a finite number or None, got nan"),
+    "scale infinite": ({"scale": np.float32(np.inf)}, ValueError, r"scale must be a finite number or None, got .*inf"),
+    "scale a name": ({"scale": "auto"}, TypeError, r"scale must be a finite number or None, got 'auto'"),
+    "scale an array": ({"scale": np.ones(2)}, TypeError, r"scale must be a finite number or None, got array"),
+    "scale a truth value": ({"scale": True}, TypeError, r"scale must be a finite number or None, got True"),
+    "scale complex": ({"scale": 1j}, TypeError, r"scale must be a finite number or None, got 1j"),
+    "scale beyond floats": ({"scale": 10**400}, ValueError, r"scale must be a finite number.*which is beyond float32"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, r"scale must be .*None, got 1e\+39, which is beyond float32"),
+    "softcap zero": ({"softcap": 0}, ValueError, r"softcap must be a finite number > 0 or None, got 0"),
+    "softcap negative": ({"softcap": -1.5}, ValueError, r"softcap must be a finite number > 0 or None, got -1.5"),
+    "softcap NaN": ({"softcap": math.nan}, ValueError, r"softcap must be a finite number > 0 or None, got nan"),
+    "softcap a name": ({"softcap": "1"}, TypeError, r"softcap must be a finite number > 0 or None, got '1'"),
+    "softcap infinite": ({"softcap": math.inf}, ValueError, r"softcap must be a finite number > 0 or None, got inf"),
+    "softcap a truth value": ({"softcap": True}, TypeError, r"softcap must be a finite number > 0 or None, got True"),
+    "softcap minus what floats do not hold": ({"softcap": -(10**400)}, ValueError, r"softcap must be a finite number > 0"),
+    "threads none": ({"num_threads": 0}, ValueError, r"num_threads must be at least 1, got 0"),
+    "threads negative": ({"num_threads": -2}, ValueError, r"num_threads must be at least 1, got -2"),
+    "threads a float": ({"num_threads": 2.0}, TypeError, r"num_threads must be an integer, got 2\.0"),
+    "threads a truth value": ({"num_threads": True}, TypeError, r"num_threads must be an integer, got True"),
+    # sizes beyond BLAS: broadcast views of one number; nothing of their size may be allocated to find out
+    "length of q beyond BLAS": (
+        {"q": repeated(B, H, 2**31, D)},
+        ValueError,
+        r"q has length 2147483648.*at most 21474835\d\d",
+    ),
+    "length of k beyond BLAS": (
+        {"k": repeated(B, HKV, 2**31, D), "v": repeated(B, HKV, 2**31, DV)},
+        ValueError,
+        r"k has length 2147483648.*at most",
+    ),
+    "width of q beyond BLAS": (
+        {"q": repeated(B, H, LQ, 2**45), "k": repeated(B, HKV, LK, 2**45)},
+        ValueError,
+        r"q has width 35184372088832.*at most",
+    ),
+    "width of v beyond BLAS": ({"v": repeated(B, HKV, LK, 2**45)}, ValueError, r"v has width 35184372088832.*at most"),
+}
+
+
+@pytest.mark.parametrize("call", [attend, plan, backward])
+@pytest.mark.parametrize("name", SHARED)
+def test_messages_that_attention_its_plan_and_its_gradient_share(call, name):
+    changes, kind, message = SHARED[name]
+    if name == "length of q beyond BLAS":
+        changes = {**changes, "is_causal": True, "offset": 0}  # nor may the plan count pairs row by row
+    fails(lambda: call(**changes), kind, message)
+
+
+def test_the_good_arguments_are_good():
+    q, k, v, g = arrays()
+    out, lse = fastmha.attention(q, k, v, return_lse=True)
+    assert plan().algorithm
+    assert backward(out=out, lse=lse)[0].shape == q.shape
+    assert np.isfinite(fastmha.attention(q, k, v, out=g)).all()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_padding_lengths", "offset"])
+def test_ragged_lists_are_named(name):
+    fails(lambda: attend(**{"is_causal": name == "offset", name: [[1], [1, 2]]}), ValueError, rf"\b{name}\b")
+
+
+def test_offset_is_counted_from_zero_only_where_lengths_agree():
+    q, k, v, _ = draw(np.random.default_rng(0), Lq=4, Lk=4)
+    fastmha.attention(q, k, v, is_causal=True)
+    with pytest.raises(ValueError, match="offset must be given"):
+        fastmha.attention(q[:, :, :3], k, v, is_causal=True)
+
+
+def test_a_plan_needs_a_true_or_false_backward():
+    fails(lambda: plan(backward=1), TypeError, r"backward must be True or False, got 1")
+
+
+@pytest.mark.parametrize("call", [attend, plan])
+@pytest.mark.parametrize("value", ["no", 0, 1, None, [], np.array([True])], ids=repr)
+def test_return_lse_is_true_or_false(call, value):
+    fails(lambda: call(return_lse=value), TypeError, r"return_lse must be True or False, got ")
+
+
+def test_numpys_truth_values_are_some():
+    q, k, v, _ = arrays()
+    assert isinstance(fastmha.attention(q, k, v, return_lse=np.True_), tuple)
+    assert isinstance(fastmha.attention(q, k, v, return_lse=np.False_), np.ndarray)
+
+
+# ----------------------------------------------------------------------------------------------------------------- out=
+
+
+@layouts
+def test_out_of_the_wrong_shape(layout):
+    other = "BLHD" if layout == "BHLD" else "BHLD"
+    fails(
+        lambda: attend(layout=layout, out=np.full(arrays(other)[3].shape, 7, np.float32)),
+        ValueError,
+        r"out must have shape \(2, [45], [45], 7\), got \(2, [45], [45], 7\)",
+    )
+
+
+OUT = {
+    "not an array": (lambda: [1.0], TypeError, r"out must be a NumPy array, got list"),
+    "of another dtype": (lambda: np.full((B, H, LQ, DV), 7.0), TypeError, r"out has dtype float64 but q has float32"),
+    "of another width": (
+        lambda: np.full((B, H, LQ, D), 7, np.float32),
+        ValueError,
+        r"out must have shape \(2, 4, 5, 7\), got \(2, 4, 5, 3\)",
+    ),
+    "repeated": (
+        lambda: np.lib.stride_tricks.as_strided(np.zeros(LQ * DV, np.float32), (B, H, LQ, DV), (0, 0, 4 * DV, 4)),
+        ValueError,
+        r"out overlaps itself",
+    ),
+    "with rows that overlap": (
+        lambda: np.lib.stride_tricks.as_strided(np.zeros(4000, np.float32), (B, H, LQ, DV), (800, 200, 20, 4)),
+        ValueError,
+        r"out overlaps itself",
+    ),
+    "with elements that overlap": (
+        lambda: np.lib.stride_tricks.as_strided(np.zeros(4000, np.float32), (B, H, LQ, DV), (800, 200, 20, 2)),
+        ValueError,
+        r"out overlaps itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_out_that_cannot_be_written(name):
+    make, kind, message = OUT[name]
+    fails(lambda: attend(out=make()), kind, message)
+
+
+def test_out_that_is_read_only():
+    out = np.full((B, H, LQ, DV), 7, np.float32)
+    out.flags.writeable = False
+    fails(lambda: attend(out=out), ValueError, r"out is read-only")
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask"])
+def test_out_that_overlaps_an_input(name):
+    x = np.ones((2, 2, 4, 4), np.float32)
+    inputs = {"q": x.copy(), "k": x.copy(), "v": x.copy(), "mask": x.copy()}
+    before = {key: value.copy() for key, value in inputs.items()}
+    fails(lambda: fastmha.attention(**inputs, out=inputs[name]), ValueError, rf"out overlaps {name} in memory")
+    buffer = np.ones((2, 2, 4, 5), np.float32)
+    inputs[name] = buffer[..., 1:]
+    fails(lambda: fastmha.attention(**inputs, out=buffer[..., :-1]), ValueError, rf"out overlaps {name} in memory")
+    inputs[name] = before[name]
+    assert (buffer == 1).all()
+    assert all(same_bits(inputs[key], before[key]) for key in inputs)
+
+
+def test_out_that_overlaps_an_input_given_as_another_kind_of_buffer():
+    x = np.ones((2, 2, 4, 4), np.float32)
+    fails(lambda: fastmha.attention(memoryview(x), x.copy(), x.copy(), out=x), ValueError, r"out overlaps q in memory")
+
+
+def test_out_that_overlaps_offsets_or_lengths():
+    buffer = np.zeros(2 * 4 * 4, np.float64)
+    x, out = np.ones((2, 1, 4, 4)), buffer.reshape(2, 1, 4, 4)
+    fails(
+        lambda: fastmha.attention(x, x, x, key_padding_lengths=buffer[:2].view(np.int64), out=out),
+        ValueError,
+        r"out overlaps key_padding_lengths in memory",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- backward
+
+BACKWARD = {
+    "gradient of three axes": (
+        {"grad_out": zeros(B, LQ, DV)},
+        ValueError,
+        r"grad_out must have shape \(2, 4, 5, 7\).*got \(2, 5, 7\)",
+    ),
+    "gradient of q's width": (
+        {"grad_out": zeros(B, H, LQ, D)},
+        ValueError,
+        r"grad_out must have shape \(2, 4, 5, 7\).*got \(2, 4, 5, 3\)",
+    ),
+    "gradient in the other layout": (
+        {"grad_out": zeros(B, LQ, H, DV)},
+        ValueError,
+        r'grad_out must have shape \(2, 4, 5, 7\) for layout "BHLD", got \(2, 5, 4, 7\)',
+    ),
+    "gradient of another dtype": (
+        {"grad_out": zeros(B, H, LQ, DV, dtype=np.float64)},
+        TypeError,
+        r"grad_out has dtype float64 but q has float32",
+    ),
+    "gradient of integers": (
+        {"grad_out": zeros(B, H, LQ, DV, dtype=int)},
+        TypeError,
+        r"grad_out must be float32 or float64.*int64",
+    ),
+    "out of another shape": (
+        {"out": zeros(B, H, LQ, D)},
+        ValueError,
+        r"out must have shape \(2, 4, 5, 7\).*got \(2, 4, 5, 3\)",
+    ),
+    "out of another dtype": (
+        {"out": zeros(B, H, LQ, DV, dtype=np.float64)},
+        TypeError,
+        r"out has dtype float64 but q has float32",
+    ),
+    "lse of four axes": (
+        {"lse": zeros(B, H, LQ, 1)},
+        ValueError,
+        r"lse must have shape \(2, 4, 5\).*got \(2, 4, 5, 1\)",
+    ),
+    "lse by rows": ({"lse": zeros(B, LQ, H)}, ValueError, r"lse must have shape \(2, 4, 5\).*got \(2, 5, 4\)"),
+    "lse of another dtype": (
+        {"lse": zeros(B, H, LQ, dtype=np.float64)},
+        TypeError,
+        r"lse has dtype float64 but q has float32",
+    ),
+    "no lse": (
+        {"lse": None},
+        TypeError,
+        r"lse must be float32 or float64.*got None: attention\(\.\.\., return_lse=True\) returns it$",
+    ),
+    "no out": (
+        {"out": None},
+        TypeError,
+        r"out must be float32 or float64.*got None: attention\(\.\.\., return_lse=True\) returns it$",
+    ),
+    "no gradient": ({"grad_out": None}, TypeError, r"grad_out must be float32 or float64.*got None$"),
+    "lse of objects": (
+        {"lse": zeros(B, H, LQ, dtype=object)},
+        TypeError,
+        r"lse must be float32 or float64.*got object: attention\(\.\.\., return_lse=True\) returns it$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_messages_of_the_backward_pass(name):
+    changes, kind, message = BACKWARD[name]
+    fails(lambda: backward(**changes), kind, message)
+
+
+# --------------------------------------------------------------------------------------------------- textbook functions
+
+sdpa = fastmha.scaled_dot_product_attention
+core = fastmha.multi_head_attention_core
+mha = fastmha.multi_head_attention
+x3, x4 = zeros(B, LQ, 8), zeros(B, H, LQ, 8)
+good = {f"W_{letter}": zeros(8, 8) for letter in "QKVO"} | {f"b_{letter}": zeros(8) for letter in "QKVO"}
+
+
+def without(name):
+    return {key: value for key, value in good.items() if key != name}
+
+
+TEXTBOOK = {
+    "softmax of a number": (
+        lambda: fastmha.softmax(np.float32(1)),
+        ValueError,
+        r"x must have at least one axis, got a scalar",
+    ),
+    "softmax of integers": (
+        lambda: fastmha.softmax(np.arange(3)),
+        TypeError,
+        r"x must be float32 or float64.*got int64",
+    ),
+    "softmax of another byte order": (
+        lambda: fastmha.softmax(np.ones(3, np.dtype(float).newbyteorder("S"))),
+        TypeError,
+        r"x must be float32 or float64 \(native byte order\), got [<>]f8",
+    ),
+    "softmax on no threads": (
+        lambda: fastmha.softmax(x3, num_threads=0),
+        ValueError,
+        r"num_threads must be at least 1, got 0",
+    ),
+    "softmax_backward, shapes": (
+        lambda: fastmha.softmax_backward(x3, x4),
+        ValueError,
+        r"grad_output has shape \(2, 5, 8\) but softmax_output has \(2, 4, 5, 8\)",
+    ),
+    "softmax_backward, dtypes": (
+        lambda: fastmha.softmax_backward(x3, x3.astype(float)),
+        TypeError,
+        r"grad_output has dtype float32 but softmax_output has float64",
+    ),
+    "softmax_backward of integers": (
+        lambda: fastmha.softmax_backward(np.arange(3), x3),
+        TypeError,
+        r"grad_output must be float32",
+    ),
+    "softmax_backward from integers": (
+        lambda: fastmha.softmax_backward(x3, np.arange(3)),
+        TypeError,
+        r"softmax_output must be float32 or float64",
+    ),
+    "softmax_backward of a number": (
+        lambda: fastmha.softmax_backward(1.0, 1.0),
+        ValueError,
+        r"grad_output must have at least one",
+    ),
+    "sdpa of two axes": (
+        lambda: sdpa(x3[0], x3[0], x3[0]),
+        ValueError,
+        r"Q must have 3 axes \(B, n, d\) or 4 axes \(B, H, n, d\).*got shape \(5, 8\)",
+    ),
+    "sdpa of three and four axes": (
+        lambda: sdpa(x3, x4, x4),
+        ValueError,
+        r"K must have 3 axes.*as many as Q, got shape \(2, 4, 5, 8\)",
+    ),
+    "sdpa of integers": (lambda: sdpa(x3, x3, x3.astype(int)), TypeError, r"V must be float32"),
+    "sdpa of a width": (lambda: sdpa(x3, x3[..., :3], x3), ValueError, r"[Kk] has width 3.*[Qq] has 8"),
+    "sdpa of a length": (lambda: sdpa(x3, x3, x3[:, :3]), ValueError, r"[Vv] has length 3.*[Kk] has 5"),
+    "sdpa of a batch": (lambda: sdpa(x3, x3[:1], x3[:1]), ValueError, r"[Kk] has batch size 1.*[Qq] has 2"),
+    "sdpa, mask of another shape": (
+        lambda: sdpa(x3, x3, x3, zeros(B, 3, LQ, dtype=bool)),
+        ValueError,
+        r"mask of shape \(2, .*3, 5\) does not broadcast",
+    ),
+    "sdpa, mask of integers": (
+        lambda: sdpa(x3, x3, x3, zeros(LQ, LQ, dtype=int)),
+        TypeError,
+        r"mask must be bool.*got int64",
+    ),
+    "sdpa, mask of three axes for four": (
+        lambda: sdpa(x4, x4, x4, zeros(B, LQ, LQ, dtype=bool)),
+        ValueError,
+        r"mask must have 2 axes.*or 4",
+    ),
+    "sdpa of lengths beyond BLAS": (
+        lambda: sdpa(*[repeated(1, 2**31, 4)] * 3),
+        ValueError,
+        r"[Qq] has length 2147483648.*at most",
+    ),
+    "core of two axes": (
+        lambda: core(x3[0], x3, x3, 2),
+        ValueError,
+        r"Q must have 3 axes \(B, L, d_model\), got shape \(5, 8\)",
+    ),
+    "core of integers": (lambda: core(x3, x3.astype(int), x3, 2), TypeError, r"K must be float32"),
+    "core of heads that do not divide": (
+        lambda: core(x3, x3, x3, 3),
+        ValueError,
+        r"d_model 8.*num_heads 3 does not divide",
+    ),
+    "core of no heads": (lambda: core(x3, x3, x3, 0), ValueError, r"num_heads must be at least 1, got 0"),
+    "core of half a head": (lambda: core(x3, x3, x3, 0.5), TypeError, r"num_heads must be an integer"),
+    "core of dtypes": (lambda: core(x3, x3, x3.astype(float), 2), TypeError, r"[Vv] has dtype float64"),
+    "core, mask": (
+        lambda: core(x3, x3, x3, 2, zeros(B, LQ, dtype=bool)),
+        ValueError,
+        r"mask of shape \(2, 5\) does not.*mask\[:, None, None, :\]",
+    ),
+    "core of lengths beyond BLAS": (
+        lambda: core(*[repeated(1, 2**31, 4)] * 3, 2),
+        ValueError,
+        r"[Qq] has length 2147483648.*at most",
+    ),
+    "split of two axes": (
+        lambda: fastmha.split_heads(x3[0], 2),
+        ValueError,
+        r"x must have 3 axes \(B, L, d_model\), got shape \(5, 8\)",
+    ),
+    "split that does not divide": (
+        lambda: fastmha.split_heads(x3, 3),
+        ValueError,
+        r"d_model 8 on axis 2.*num_heads 3 does not divide",
+    ),
+    "split into none": (lambda: fastmha.split_heads(x3, 0), ValueError, r"num_heads must be at least 1, got 0"),
+    "split by a float": (lambda: fastmha.split_heads(x3, 2.0), TypeError, r"num_heads must be an integer, got 2\.0"),
+    "combine of three axes": (
+        lambda: fastmha.combine_heads(x3),
+        ValueError,
+        r"x must have 4 axes \(B, H, L, D\), got shape \(2, 5, 8\)",
+    ),
+    "mha, weight missing": (
+        lambda: mha(x3, x3, x3, 2, without("W_K")),
+        ValueError,
+        r"weights must hold W_Q, W_K, W_V, W_O.*missing W_K",
+    ),
+    "mha, weight unknown": (
+        lambda: mha(x3, x3, x3, 2, good | {"W_X": x3}),
+        ValueError,
+        r"weights must hold.*unknown 'W_X'",
+    ),
+    "mha, no weights": (lambda: mha(x3, x3, x3, 2, None), TypeError, r"\bweights\b"),
+    "mha of two axes": (lambda: mha(x3, x3[0], x3, 2, good), ValueError, r"k must have 3 axes.*\(5, 8\)"),
+    "mha of integers": (lambda: mha(x3, x3, x3.astype(int), 2, good), TypeError, r"v must be float32"),
+    "mha, weight of one axis": (
+        lambda: mha(x3, x3, x3, 2, good | {"W_V": zeros(8)}),
+        ValueError,
+        r'weights\["W_V"\] must have 2 axes \(in, out\), got shape \(8,\)',
+    ),
+    "mha, weight of other rows": (
+        lambda: mha(x3, x3, x3, 2, good | {"W_K": zeros(9, 8)}),
+        ValueError,
+        r'weights\["W_K"\] has 9 rows but k has width 8',
+    ),
+    "mha, weight of another dtype": (
+        lambda: mha(x3, x3, x3, 2, good | {"W_Q": np.zeros((8, 8))}),
+        TypeError,
+        r'weights\["W_Q"\] has dtype float64 but q has float32',
+    ),
+    "mha, output weight of other rows": (
+        lambda: mha(x3, x3, x3, 2, good | {"W_O": zeros(9, 8)}),
+        ValueError,
+        r'weights\["W_O"\] has 9 rows',
+    ),
+    "mha, bias of another shape": (
+        lambda: mha(x3, x3, x3, 2, good | {"b_O": zeros(9)}),
+        ValueError,
+        r'weights\["b_O"\] must have shape \(8,\), got \(9,\)',
+    ),
+    "mha, bias of two axes": (
+        lambda: mha(x3, x3, x3, 2, good | {"b_Q": zeros(1, 8)}),
+        ValueError,
+        r'weights\["b_Q"\] must have 1 axes \(out,\), got shape \(1, 8\)',
+    ),
+    "mha, bias of another dtype": (
+        lambda: mha(x3, x3, x3, 2, good | {"b_K": np.zeros(8)}),
+        TypeError,
+        r'weights\["b_K"\] has dtype float64 but k has float32',
+    ),
+    "mha of heads that do not divide": (
+        lambda: mha(x3, x3, x3, 3, good),
+        ValueError,
+        r"d_model 8.*num_heads 3 does not divide",
+    ),
+    "mha, mask": (
+        lambda: mha(x3, x3, x3, 2, good, zeros(3, LQ, dtype=bool)),
+        ValueError,
+        r"mask of shape \(3, 5\) does not broadcast to \(Lq, Lk\) = \(5, 5\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_messages_of_the_textbook_functions(name):
+    call, kind, message = TEXTBOOK[name]
+    fails(call, kind, message)
+
+
+OWN_NAMES = {
+    "sdpa, length": (lambda: sdpa(x3, x3, x3[:, :3]), r"^V has length 3 on axis 1 .*but K has 5"),
+    "sdpa, width": (lambda: sdpa(x3, x3[..., :3], x3), r"^K has width 3 on axis 2 .*but Q has 8"),
+    "core, length": (lambda: core(x3, x3, x3[:, :3], 2), r"^V has length 3 on axis 1 .*but K has 5"),
+    "core, width": (lambda: core(x3, x3[..., :6], x3, 2), r"^K has (width|d_model) 6 on axis 2 .*but Q has 8"),
+    "core, heads": (lambda: core(x3, x3[..., :7], x3, 2), r"^K has d_model 7 on axis 2"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_textbook_messages_name_the_arguments_and_axes_of_their_own_signature(name):
+    call, message = OWN_NAMES[name]
+    fails(call, ValueError, message)
+
+
+def test_set_num_threads():
+    fails(lambda: fastmha.set_num_threads(0), ValueError, r"num_threads must be at least 1, got 0")
+    fails(lambda: fastmha.set_num_threads("2"), TypeError, r"num_threads must be an integer, got '2'")
+    before = fastmha.get_num_threads()
+    fails(lambda: fastmha.set_num_threads(-1), ValueError, r"num_threads")
+    assert fastmha.get_num_threads() == before

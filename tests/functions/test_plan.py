@@ -1,0 +1,238 @@
+"""The plan: which algorithm, by lengths, widths, dtype and instruction set alone; why; and how even the work is."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support import draw, dtypes
+
+import fastmha
+from fastmha import _core, reference
+from fastmha.plan import ALGORITHMS, choose_layout, makespan
+
+NAMES = set(ALGORITHMS) - {"auto"}
+# (B, H, L, D) of the measured grid.
+SQUARES = [
+    (32, 8, 16, 64),
+    (1, 8, 128, 64),
+    (8, 12, 128, 64),
+    (4, 8, 512, 64),
+    (1, 12, 1024, 64),
+    (1, 8, 2048, 64),
+    (1, 16, 1024, 128),
+]
+
+
+def plan(B=1, H=2, Hkv=None, Lq=9, Lk=None, D=8, Dv=None, dtype=np.float32, **keywords):
+    """The plan for arrays of these sizes, whose memory nobody touches."""
+    Hkv, Lk, Dv = Hkv or H, Lk or Lq, Dv or D
+    shapes = (B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv)
+    return fastmha.plan(*(np.empty(shape, dtype) for shape in shapes), **keywords)
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+@dtypes
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("H", "Hkv", "L"), [(1, 1, 1), (8, 1, 1), (9, 1, 1), (2, 2, 8), (2, 2, 65), (4, 2, 400)])
+def test_the_choice_looks_at_neither_batch_nor_threads(isa, dtype, backward, H, Hkv, L):
+    plans = [
+        plan(B, H, Hkv, L, 70, dtype=dtype, backward=backward, num_threads=threads)
+        for B in (1, 2, 64)
+        for threads in (1, 2, 7, 128)
+    ]
+    assert len({(p.algorithm, p.tile, str(p.reasons)) for p in plans}) == 1
+
+
+@dtypes
+@pytest.mark.parametrize("Lq", [1, 30, 100])
+def test_the_choice_looks_at_no_values(isa, dtype, Lq, rng):
+    arrays = draw(rng, 2, 2, 2, Lq, 70, 8, 8, dtype)[:3]
+    wanted = fastmha.plan(*arrays, num_threads=3)
+    for value in (0, 1e30, np.nan, np.inf):
+        for x in arrays:
+            x[...] = value
+        assert fastmha.plan(*arrays, num_threads=3) == wanted
+    for mask in (np.zeros((Lq, 70), bool), np.ones((Lq, 70), bool)):
+        assert fastmha.plan(*arrays, mask=mask, num_threads=3).algorithm == wanted.algorithm
+
+
+@dtypes
+def test_the_choice_does_not_change_from_call_to_call_and_layout_to_layout(isa, dtype):
+    for Lq in (1, 8, 9, 64, 65, 512):
+        heads = np.broadcast_to(dtype(0), (2, 4, Lq, 16))
+        first = fastmha.plan(heads, heads, heads)
+        assert fastmha.plan(heads, heads, heads) == first
+        rows = heads.swapaxes(1, 2)
+        assert fastmha.plan(rows, rows, rows, layout="BLHD").algorithm == first.algorithm
+
+
+@dtypes
+def test_the_choice_looks_at_lengths(isa, dtype):
+    assert plan(Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
+    assert plan(H=8, Hkv=1, Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
+    wide = "tiled" if _core.fused_multiply_add() else "blas"
+    assert plan(Lq=64, Lk=4096, dtype=dtype).algorithm == wide
+    assert plan(Lq=4096, dtype=dtype).algorithm == wide
+    # The rows of a whole group count, not those of one head.
+    for Lq in (1, 2, 4, 8, 16, 33, 64, 65):
+        alone = plan(H=1, Hkv=1, Lq=8 * Lq, Lk=600, dtype=dtype)
+        group = plan(H=8, Hkv=1, Lq=Lq, Lk=600, dtype=dtype)
+        assert alone.algorithm == group.algorithm
+
+
+@dtypes
+def test_many_short_sequences_are_not_decoded(isa, dtype):
+    """What an item costs counts: only keys of some length pay for it, the more so the more rows there are."""
+    wide = "tiled" if _core.fused_multiply_add() else "blas"
+    assert plan(H=4096, Lq=8, D=64, dtype=dtype).algorithm == wide
+    assert plan(B=64, H=8, Lq=3, D=160, dtype=dtype).algorithm == wide
+    assert plan(B=1000, Lq=1, D=8, dtype=np.float32).algorithm == wide
+    for D in (8, 64, 128):
+        for Lq in range(1, 9):
+            chosen = [plan(Lq=Lq, Lk=Lk, D=D, dtype=dtype).algorithm == "decode" for Lk in (1, 5, 30, 200, 1000, 9000)]
+            assert chosen == sorted(chosen)
+
+
+def test_decode_is_never_chosen_for_a_backward_pass(isa):
+    for Lq in (1, 2, 8, 100):
+        assert plan(Lq=Lq, Lk=200, backward=True).algorithm in ("tiled", "blas")
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("H", "Lq"), [(1, 1), (4, 2), (1, 9), (2, 64), (8, 70), (8, 512), (1, 0)])
+def test_reasons_name_every_algorithm(isa, algorithm, H, Lq, backward):
+    q, k = np.zeros((1, H, Lq, 8), np.float32), np.zeros((1, 1, 600, 8), np.float32)
+    if algorithm == "decode" and (backward or H * Lq > 64):
+        with pytest.raises(ValueError, match='algorithm "decode" cannot serve this call: '):
+            fastmha.plan(q, k, k, algorithm=algorithm, backward=backward)
+        return
+    made = fastmha.plan(q, k, k, algorithm=algorithm, backward=backward)
+    assert made.algorithm == algorithm or algorithm == "auto"
+    assert set(made.reasons) == NAMES
+    for why in made.reasons.values():
+        assert why.strip()
+        assert "\n" not in why
+    if algorithm != "auto":
+        assert made.reasons[algorithm] == "named by the caller"
+
+
+def test_a_name_that_is_none_is_refused(rng):
+    q, k, v, _ = draw(rng)
+    for function in (fastmha.plan, fastmha.attention):
+        with pytest.raises(ValueError, match=r"algorithm must be .*, got 'flash'"):
+            function(q, k, v, algorithm="flash")
+
+
+# ---------------------------------------------------------------------------------------------------------- the receipt
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "backward"),
+    [(name, False) for name in ALGORITHMS] + [("auto", True), ("blas", True), ("tiled", True)],
+)
+def test_the_receipt_says_it_all(isa, algorithm, backward, capsys):
+    rules = {"is_causal": True, "offset": 595}
+    made = plan(3, 8, 2, 5, 600, 16, 9, algorithm=algorithm, backward=backward, num_threads=3, **rules)
+    print(made)
+    receipt = capsys.readouterr().out
+    assert "forward + backward" in receipt if backward else "forward + backward" not in receipt
+    for words in (
+        "float32", "B 3", "H 8/2", "L 5 x 600", "D 16/9", "layout BHLD",
+        f"{made.algorithm}: {made.reasons[made.algorithm]}", f"{isa}, 3 threads", f"balance {made.balance:.0%}",
+        f"{made.tile[0]} queries x {made.tile[1]} keys", "GFLOP", f"{made.bytes_copied:,} bytes",
+        f"{made.scratch_bytes:,} bytes",
+    ):  # fmt: skip
+        assert words in receipt
+    for name in NAMES - {made.algorithm}:
+        assert f"not {name}" in receipt
+        assert made.reasons[name] in receipt
+    assert max(map(len, receipt.splitlines())) < 130
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.threads = 1
+
+
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"H": 0, "Hkv": 0}, {"Lq": 0}, {"Lk": 0}, {"D": 0}, {"Dv": 0}])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_receipt_for_empty_arrays(isa, algorithm, sizes, rng):
+    q, k, v, _ = draw(rng, **({"B": 2, "H": 4, "Hkv": 2, "Lq": 3, "Lk": 5, "D": 6, "Dv": 7} | sizes))
+    made = fastmha.plan(q, k, v, algorithm=algorithm)
+    assert 0 < made.balance <= 1
+    assert str(made)
+
+
+def test_flops_are_of_the_pairs_that_are_left():
+    for rules in (
+        {},
+        {"is_causal": True, "offset": 4},
+        {"is_causal": True, "offset": np.array([-3, 200])},
+        {"window": (5, 2), "offset": np.array([-9, 14])},
+        {"key_padding_lengths": np.array([0, 33])},
+        {"key_padding_lengths": [40, 7], "window": (None, 3), "offset": 1, "is_causal": True},
+    ):
+        left = np.broadcast_to(~reference.removed(30, 50, **rules), (2, 4, 30, 50)).sum()
+        assert plan(2, 4, 2, 30, 50, 8, 5, **rules).flops == left * 2 * (8 + 5)
+        assert plan(2, 4, 2, 30, 50, 8, 5, backward=True, **rules).flops == left * (2 * (8 + 5) + 2 * (3 * 8 + 2 * 5))
+
+
+# -------------------------------------------------------------------------------------------------------------- balance
+
+
+def test_makespan_is_that_of_items_handed_out_in_order():
+    for items, threads, wanted in (
+        ([], 3, 0), ([5], 3, 5), ([1, 1, 1, 1], 2, 2), ([3, 3, 2, 2, 2], 2, 7), ([1, 1, 1, 1, 4], 2, 6),
+        ([4, 1, 1, 1, 1], 2, 4), ([0, 0, 0], 2, 0), ([2, 2, 2], 1, 6),
+    ):  # fmt: skip
+        assert makespan(np.array(items, float), threads) == wanted
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "backward"), [("blas", False), ("tiled", False), ("decode", False), ("blas", True), ("tiled", True)]
+)
+def test_balance_is_a_share_and_whole_with_one_thread(isa, algorithm, backward):
+    for B, H, Hkv, Lq, Lk in ((1, 1, 1, 1, 1), (3, 4, 2, 7, 1300), (2, 3, 3, 64, 65)):
+        for rules in ({}, {"is_causal": True, "offset": Lk - Lq}, {"is_causal": True, "offset": -Lq}):
+            keywords = {"algorithm": algorithm, "backward": backward, **rules}
+            assert plan(B, H, Hkv, Lq, Lk, num_threads=1, **keywords).balance == pytest.approx(1)
+            for threads in (2, 3, 128):
+                assert 0 < plan(B, H, Hkv, Lq, Lk, num_threads=threads, **keywords).balance <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", SQUARES, ids=lambda shape: "x".join(map(str, shape)))
+def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a_thread(isa, shape, causal):
+    """A block: 64 queries of a head. Forward, by the fused algorithm, which "auto" takes wherever there are vectors."""
+    B, H, L, D = shape
+    keywords = {"is_causal": causal, "algorithm": "tiled" if isa == "baseline" else "auto"}
+    uneven = {}
+    for threads in range(1, 129):
+        if 12 * threads <= B * H * -(-L // 64):
+            made = plan(B, H, H, L, L, D, num_threads=threads, **keywords)
+            assert made.algorithm == "tiled"
+            if made.balance < 1 / 1.1:
+                uneven[threads] = round(made.balance, 3)
+    assert uneven == {}
+
+
+def test_the_layout_of_a_projection_is_a_rule_of_lengths_and_widths():
+    for L, head_bytes in ((256, 256), (512, 128), (4096, 512)):
+        assert choose_layout(L, head_bytes, False)[0] == "contiguous"
+    for L, head_bytes, by_blas, why in ((255, 512, False, "255 tokens a batch row, below 256"),
+                                        (4096, 64, False, "64 bytes a token and head, below 128"),
+                                        (511, 128, False, "heads of 65408 bytes, below 65536"),
+                                        (4096, 512, True, "BLAS makes the projection")):
+        layout, reason = choose_layout(L, head_bytes, by_blas)
+        assert layout == "strided"
+        assert reason.startswith(why)
+
+
+def test_the_receipt_says_how_heads_lie():
+    rows = np.zeros((1, 70, 3, 4, 16), np.float32)
+    strided = [rows[:, :, i].swapaxes(1, 2) for i in range(3)]
+    copies = [x.copy() for x in strided]
+    for heads, layout in ((strided, "strided"), (copies, "contiguous"), ([copies[0], *strided[1:]], "strided")):
+        found = fastmha.plan(*heads)
+        assert found.layout == layout
+        assert f"  layout      {layout}: heads are read where they lie\n" in str(found)

@@ -1,0 +1,116 @@
+"""What the README and the documents show runs as it is shown, and prints what they say."""
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from fastmha.study import report, runner
+from fastmha.study.questions import ALL as STUDY_ORDER
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "docs/inference.md", "docs/design.md", "docs/layouts.md")
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+README = TEXTS["README.md"]
+# what Python shows, and the text right behind it that it prints
+SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+IMPORTS = "import numpy as np\nimport fastmha\n"
+
+
+def snippets():
+    """A snippet runs by itself if it imports what it needs, else after the first of its document."""
+    for name, text in TEXTS.items():
+        found = list(SHOWN.finditer(text))
+        for match in found:
+            heading = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
+            before = "" if IMPORTS in match[1] else found[0][1]
+            line = text[: match.start()].count("\n") + 2
+            yield pytest.param(name, before, match[1], match[2], line, id=f"{name}-{heading}")
+
+
+def run(name, before, code, line):
+    """What the code prints."""
+    names = {"__name__": "snippet"}
+    exec(compile(before, name, "exec"), names)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile("\n" * (line - 1) + code, name, "exec"), names)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("document", "names"),
+    [
+        ("README.md", ("attention(", "attention_backward(", "plan(", "MultiHeadAttention(", ".forward(", ".backward(",
+                       "KVCache(")),
+        ("docs/inference.md", ("KVCache(", ".append(", ".truncate(", ".reorder(", ".attend(", "merge(", "Capture(", "window=",
+                               "project_context(", "mean_pool_kv_heads(", "transform_qk=", "kv_cache_bytes(")),
+    ],
+)  # fmt: skip
+def test_what_matters_is_shown(document, names):
+    code = "\n".join(match[1] for match in SHOWN.finditer(TEXTS[document]))
+    assert [name for name in names if name not in code] == []
+
+
+@pytest.mark.parametrize(("name", "before", "code", "prints", "line"), list(snippets()))
+def test_python_runs_and_prints_what_is_shown(name, before, code, prints, line):
+    if "bfloat16" in code:
+        pytest.importorskip("ml_dtypes", reason='bfloat16 needs ml_dtypes: pip install "fastmha[bfloat16]"')
+    printed = run(name, before, code, line)
+    if prints is not None:
+        assert printed == prints
+
+
+def test_what_a_snippet_prints_is_compared_and_what_it_asserts_is_run():
+    """The tests of the documents can fail."""
+    text = "```python\nprint(1)\n```\n\n```text\n2\n```\n\n```python\nassert 0\n```\n\nbehind\n\n```text\n3\n```\n"
+    (code, prints), (wrong, nothing) = SHOWN.findall(text)
+    assert (run("x.md", "", code, 1), prints, nothing) == ("1\n", "2\n", "")
+    with pytest.raises(AssertionError):
+        run("x.md", "", wrong, 1)
+
+
+def test_extras_that_the_documents_name_exist():
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for text in (*TEXTS.values(), contributing):
+        groups = re.findall(r'pip install (?:-e )?"[^"\[]*\[([\w,]+)\]"', text)
+        assert {name for group in groups for name in group.split(",")} <= set(extras)
+    assert "[test]" in README
+    assert "[study]" in README
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_files_that_the_documents_name_exist(name):
+    """Links count from the document, commands from the top."""
+    for path in re.findall(r"\]\(([\w./]+)(?:#[\w-]*)?\)", TEXTS[name]):
+        assert ((ROOT / name).parent / path).is_file(), path
+    for path in re.findall(r"python (\S+\.py)", TEXTS[name]):
+        assert (ROOT / path).is_file(), path
+
+
+# -------------------------------------------------------------------------------------------------------- the study
+
+STUDY = ROOT / "docs" / "layouts" / "results.json"
+
+
+def test_the_study_in_the_documents_is_what_its_measurements_say():
+    found = runner.read(STUDY)
+    text = TEXTS["docs/layouts.md"]
+    assert re.findall(r"<!-- study (\w+) -->", text) == ["about", *(question.NAME for question in STUDY_ORDER)]
+    assert report.refreshed(text, found, "layouts/") == text
+    answers = [question.answer(found) for question in STUDY_ORDER]
+    assert all(answers)
+    drawn = {picture.name for answer in answers for picture in answer.pictures}
+    assert {path.stem for path in STUDY.parent.glob("*.png")} == drawn
+    assert not found["quick"]
+
+
+def test_what_the_study_says_changes_with_its_measurements():
+    found = runner.read(STUDY)
+    for record in found["records"]:
+        for ratio in record.get("ratios", {}).values():
+            ratio["median"] *= 1.5
+    assert report.refreshed(TEXTS["docs/layouts.md"], found, "layouts/") != TEXTS["docs/layouts.md"]
