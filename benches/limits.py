@@ -36,7 +36,8 @@ from findings import Finding, Floor, Table, agree, best_times, options_of, repea
 
 import fastmha
 from fastmha import _core, reference, validate
-from fastmha.plan import DECODE_ROWS_MAX, blas_rows, choose, product_by_blas, product_slices
+from fastmha.algorithms import DECODE_ROWS_MAX, blas_rows, product_by_blas, product_slices
+from fastmha.planning import choose
 from fastmha.study.__main__ import positive
 from fastmha.study.cases import DIRECTIONS, Case, case
 from fastmha.study.heads import Operands
@@ -600,7 +601,7 @@ def core_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int) ->
 
 
 def problem_of(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> _core.Problem:
-    return validate.attention_problem(q, k, v, "BHLD", None, False, None, None, None, None, None)
+    return validate.attention_problem(q, k, v, "BHLD")
 
 
 def tiny_attention(threads: int) -> dict[str, Callable[[], Any]]:

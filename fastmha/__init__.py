@@ -79,7 +79,7 @@ from fastmha.masks import (  # noqa: E402
     create_padding_mask,
 )
 from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E402
-from fastmha.plan import Plan  # noqa: E402
+from fastmha.planning import Plan  # noqa: E402
 from fastmha.selfattention import SelfAttention  # noqa: E402
 from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
 from fastmha.validate import ConventionWarning  # noqa: E402

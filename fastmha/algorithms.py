@@ -1,15 +1,23 @@
-"""From a validated problem to a call of the compiled core: scratch sizes, packing, allocation. No checks, no arithmetic."""
+"""The algorithms: what each is called and can do, and the calls of the compiled core: blocks, packing, allocation.
+
+`BY_NAME` holds one constant record for each; who needs to know something about an algorithm asks its record. No checks of user
+input, no arithmetic.
+"""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
-from fastmha import _core
+from fastmha import _core, validate
 from fastmha._core import Problem
-from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slices, tiled_whole_heads
 
+_SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
+_MINIMUM_ROWS = 8
+_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
 _PANEL_COLUMNS = 64             # a multiple of the columns of a panel of `packed_weights`, for every instruction set
@@ -35,6 +43,28 @@ def packed(threads: int, *heads: np.ndarray) -> list[np.ndarray]:
     return [np.broadcast_to(copy, x.shape) for copy, x in zip(copies, heads)]
 
 
+def tiled_whole_heads(problem: Problem, threads: int) -> int:
+    """How many of the B · Hkv key/value heads the tiled backward pass takes whole, one item each (5 products). The others
+    are what would leave threads idle at the end: they are split into many items, in two passes (7 products), where that
+    ends sooner. The bits are the same."""
+    heads = problem.shape[0] * problem.shape[2]
+    even = heads // threads * threads
+    return even if even < heads and 5 * (heads // threads) + 7 * (heads - even) / threads < 5 * -(-heads // threads) else heads
+
+
+def blas_rows(Lq: int, Lk: int, itemsize: int) -> int:
+    """Query rows in one block of scores of the "blas" algorithm."""
+    rows = _SCORE_BLOCK_BYTES // (itemsize * max(1, Lk))
+    return max(_MINIMUM_ROWS, rows // 16 * 16)
+
+
+def needs_packing(x: np.ndarray) -> bool:
+    """Whether BLAS cannot take the heads of x (B, H, L, width) where they lie: a row stride below the width (also zero
+    and negative ones) or beyond a C int."""
+    rows, width, stride = x.shape[2], x.shape[3], x.strides[2] // x.itemsize
+    return rows > 1 and width > 0 and not max(1, width) <= stride <= validate.BLAS_INT_MAX
+
+
 def _for_blas(problem: Problem, threads: int) -> Problem:
     """The problem with those heads packed that BLAS cannot take where they lie."""
     old = problem.q, problem.k, problem.v
@@ -44,7 +74,7 @@ def _for_blas(problem: Problem, threads: int) -> Problem:
     return problem.with_heads(*new)
 
 
-def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int) -> None:
+def _blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int) -> None:
     """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
@@ -56,8 +86,8 @@ def blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weig
         out[...] = target
 
 
-def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-                  grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
+def _blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
+                   grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
     """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
@@ -66,25 +96,107 @@ def blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: 
     _core.blas_backward(_for_blas(problem, threads), out, lse, grad_out, grad_q, grad_k, grad_v, rows, threads)
 
 
+def _blas_tile(problem: Problem) -> tuple[int, int]:
+    _, _, _, Lq, Lk, _, _ = problem.shape
+    return min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq)), Lk
+
+
+def _blas_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
+    return _core.blas_scratch(problem, _blas_tile(problem)[0], backward), 0
+
+
+def _tiled_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
+                    grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
+    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_whole_heads(problem, threads), threads)
+
+
+def _tiled_tile(problem: Problem) -> tuple[int, int]:
+    return _BLOCK_ROWS, _TILE_KEYS
+
+
+def _tiled_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
+    return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0), 0
+
+
+def _decode_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: None, threads: int) -> None:
+    _core.decode_forward(problem, out, lse, threads)
+
+
+def _decode_tile(problem: Problem) -> tuple[int, int]:
+    _, H, Hkv, Lq, _, _, _ = problem.shape
+    return Lq * (H // Hkv if Hkv else 0), _CHUNK_KEYS
+
+
+def _decode_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
+    return _core.decode_scratch(problem)
+
+
+class Algorithm(NamedTuple):
+    """What an algorithm is called, what it can do, and its functions."""
+
+    name: str
+    forward: Callable[..., None]                # (problem, out, lse, weights, threads), as `forward`
+    backward: Callable[..., None] | None        # (problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads), or None
+    weights: bool                               # whether forward can return the weights
+    stored: tuple[str, ...]                     # dtypes of keys and values that forward converts as it loads them
+    most_rows: int | None                       # most query rows a key/value head (Lq · H / Hkv) that it takes
+    by_blas: bool                               # its products are BLAS's: heads may need packing; so are those of projections
+    tile: Callable[[Problem], tuple[int, int]]                      # (query rows, keys) of one block of scores
+    scratch: Callable[[Problem, bool, int], tuple[int, int]]        # (bytes of each thread, bytes that they share)
+
+
+_ANY_STORED = ("float16", "bfloat16", "float32", "float64")
+BLAS = Algorithm("blas", _blas_forward, _blas_backward, weights=True, stored=(), most_rows=None, by_blas=True,
+                 tile=_blas_tile, scratch=_blas_scratch)
+TILED = Algorithm("tiled", _core.tiled_forward, _tiled_backward, weights=True, stored=_ANY_STORED, most_rows=None, by_blas=False,
+                  tile=_tiled_tile, scratch=_tiled_scratch)
+DECODE = Algorithm("decode", _decode_forward, None, weights=False, stored=_ANY_STORED, most_rows=DECODE_ROWS_MAX, by_blas=False,
+                   tile=_decode_tile, scratch=_decode_scratch)
+BY_NAME: Mapping[str, Algorithm] = MappingProxyType({record.name: record for record in (BLAS, TILED, DECODE)})
+AUTO = "auto"                           # the caller names none
+ALGORITHMS = (AUTO, *BY_NAME)           # what a caller may say
+BY_BLAS = frozenset(name for name, record in BY_NAME.items() if record.by_blas)
+
+
 def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None,
             threads: int) -> None:
-    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention by the named algorithm, weights not by
-    "decode"."""
-    if name == "blas":
-        blas_forward(problem, out, lse, weights, threads)
-    elif name == "tiled":
-        _core.tiled_forward(problem, out, lse, weights, threads)
-    else:
-        _core.decode_forward(problem, out, lse, threads)
+    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention by the named algorithm, which must be able to."""
+    BY_NAME[name].forward(problem, out, lse, weights, threads)
 
 
 def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
              grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
-    """grad_q, grad_k, grad_v <- the gradients by the named algorithm; out is (B, H, Lq, Dv)."""
-    if name == "blas":
-        blas_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads)
-    else:
-        _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_whole_heads(problem, threads), threads)
+    """grad_q, grad_k, grad_v <- the gradients by the named algorithm, which must be able to; out is (B, H, Lq, Dv)."""
+    run = BY_NAME[name].backward
+    assert run is not None      # `planning.choose` has seen to it
+    run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads)
+
+
+def for_backward(algorithm: str) -> str:
+    """What a caller said, for a backward pass: that, or "auto" where it names an algorithm that has none."""
+    record = BY_NAME.get(algorithm)
+    return algorithm if record is None or record.backward is not None else AUTO
+
+
+def for_weights(algorithm: str) -> str:
+    """The algorithm that returns weights where a caller said this: the one named if it can, else "tiled"."""
+    record = BY_NAME.get(algorithm)
+    return algorithm if record is not None and record.weights else TILED.name
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+def product_slices(m: int, n: int) -> tuple[int, int]:
+    """(rows, columns) of the slices in which the pool takes a product with a result (m, n): by the sizes alone."""
+    rows = m if m <= 256 else 256
+    columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * 64)
+    return max(1, rows), max(1, columns)
+
+
+def product_by_blas(m: int) -> bool:
+    """Whether a product with m rows goes through BLAS: a single row is a gemv, and without fused multiply-add in the kernels
+    BLAS is at least as fast."""
+    return m == 1 or not _core.fused_multiply_add()
 
 
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,

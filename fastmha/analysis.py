@@ -17,6 +17,9 @@ from fastmha import validate
 __all__ = ["arithmetic_intensity", "count_flops", "count_memory_bytes", "crossover_length", "kv_cache_bytes"]
 
 
+_PER_ROW = {"blas": ("scores", None), "tiled": ("lse", 1)}      # what an algorithm keeps of a query and head; None: of each key
+
+
 def _size(name: str, value: Any, least: int = 0) -> int:
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -214,17 +217,17 @@ def count_memory_bytes(
     batch, length = _size("batch_size", batch_size), _size("seq_len", seq_len)
     width, heads, kv_heads, key_width, value_width = _heads(d_model, n_heads, n_kv_heads, d_k, d_v)
     item = _item_bytes(dtype)
-    validate.choice("algorithm", algorithm, ("blas", "tiled"))
+    validate.choice("algorithm", algorithm, tuple(_PER_ROW))
     backward = validate.flag("backward", backward)
     tokens = batch * length
     projected = heads * key_width + kv_heads * (key_width + value_width)
     concat = heads * value_width
-    per_row = ("scores", length) if algorithm == "blas" else ("lse", 1)
+    kept, per_row = _PER_ROW[algorithm]
     items = {
         "weights": width * (projected + concat),
         "input": tokens * width,
         "qkv": tokens * projected,
-        per_row[0]: tokens * heads * per_row[1],
+        kept: tokens * heads * (per_row or length),
         "concat": tokens * concat,
         "output": tokens * width,
     }

@@ -1,38 +1,19 @@
-"""Attention of the newest queries over a KVCache: where its keys lie, in one part or in two, and the step of a module.
-
-Lengths are one int while all rows have the same, else a (B,) int64 array.
-"""
+"""Attention of the newest queries over a cache's slots: where its keys lie, in one part or in two, and the step of a module."""
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from fastmha import algorithms, validate
 from fastmha._core import Problem
-from fastmha.plan import choose
+from fastmha.algorithms import BY_NAME
+from fastmha.merging import shares
+from fastmha.planning import choose
+from fastmha.slots import Lengths, Slots, larger, longest, together
+from fastmha.validate import Rules
 
-if TYPE_CHECKING:
-    from fastmha.cache import KVCache
-
-Lengths: TypeAlias = int | np.ndarray
 Part: TypeAlias = tuple[Problem, slice, str]        # an attention over some slots, and its algorithm
-
-
-def longest(lengths: Lengths) -> int:
-    return lengths if isinstance(lengths, int) else int(lengths.max(initial=0))
-
-
-def larger(a: Lengths, b: Lengths) -> Lengths:
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
-
-
-def together(lengths: Lengths) -> Lengths:
-    """Lengths as one int where all rows agree (there are some)."""
-    if isinstance(lengths, int):
-        return lengths
-    first = int(lengths[0])
-    return first if (lengths == first).all() else lengths
 
 
 class Step:
@@ -44,39 +25,36 @@ class Step:
     At every moment the cache is as it was or holds the new tokens, whatever is raised.
     """
 
-    def __init__(self, cache: KVCache, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Lengths, mask: Any, is_causal: Any,
-                 window: Any, softcap: Any, algorithm: str, need_weights: bool) -> None:
-        self.cache, self.over, self.new = cache, cache, new
+    def __init__(self, slots: Slots, q: np.ndarray, k: np.ndarray, v: np.ndarray, new: Lengths, rules: Rules,
+                 need_weights: bool) -> None:
+        self.slots, self.over, self.new = slots, slots, new
         self.k, self.v = k, v
-        self.after = after = cache._after(new)
-        if cache.window is not None and cache.max_chunk is not None:
-            window = ring_window(cache, window)
-            tops = larger(cache._state.most, after)
-            if q.shape[2] > cache.max_chunk or ((mask is not None or need_weights) and cache._wrapped(tops)):
-                # what is held and the new tokens side by side in a cache for this call alone, then their end to the ring
-                room = cache.window + np.maximum(0, cache.max_chunk - cache._rows(new))
-                keep = np.minimum(cache.held, room)
-                if mask is not None and bool((keep < cache.lengths).any()):
+        self.after = after = slots.after(new)
+        if slots.window is not None and slots.max_chunk is not None:
+            check_ring_window(slots, rules.window)
+            tops = larger(slots.state.most, after)
+            if q.shape[2] > slots.max_chunk or ((rules.mask is not None or need_weights) and slots.wrapped(tops)):
+                # what is held and the new tokens side by side in slots for this call alone, then their end to the ring
+                room = slots.window + np.maximum(0, slots.max_chunk - slots.rows(new))
+                keep = np.minimum(slots.held(slots.state), room)
+                if rules.mask is not None and bool((keep < slots.rows(slots.state.filled)).any()):
                     same_number(keep + new)
-                after = together(keep + new) if cache.batch_size else q.shape[2]
-                self.parts = prepare(cache, q, after, new, mask, is_causal, window, None, softcap, algorithm, need_weights,
-                                     linear=True)
-                self.over = cache._linear(keep, q.shape[2])
-        if self.over is cache:
-            self.parts = prepare(cache, q, after, new, mask, is_causal, window, None, softcap, algorithm, need_weights)
+                after = together(keep + new) if slots.batch_size else q.shape[2]
+                self.parts = prepare(slots, q, after, new, rules, need_weights, linear=True)
+                self.over = slots.linear(keep, q.shape[2])
+        if self.over is slots:
+            self.parts = prepare(slots, q, after, new, rules, need_weights)
         self.total = longest(after)
 
     def __enter__(self) -> Step:
-        cache = self.cache
-        self.before = cache._state
-        if self.over is not cache:
-            self.over._store(self.k, self.v, self.new, self.over._after(self.new))
+        if self.over is not self.slots:
+            self.over.store(self.k, self.v, self.new, self.over.after(self.new))
             return self
-        self.lost = cache._set_aside(self.new, self.after)
+        self.mark = self.slots.mark(self.new, self.after)
         try:
-            cache._store(self.k, self.v, self.new, self.after)
+            self.slots.store(self.k, self.v, self.new, self.after)
         except BaseException:
-            self._undo()
+            self.slots.roll_back(self.mark)
             raise
         return self
 
@@ -85,28 +63,39 @@ class Step:
         attend(self.over, self.parts, self.new, out, None, weights, workers)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self.over is not self.cache:
+        if self.over is not self.slots:
             if kind is None:
-                self.cache._store(self.k, self.v, self.new, self.after)
+                self.slots.store(self.k, self.v, self.new, self.after)
         elif kind is not None:
-            self._undo()
-
-    def _undo(self) -> None:
-        if self.lost is None:
-            self.cache._state = self.before
-        else:
-            self.cache._move(*self.lost, self.before)
+            self.slots.roll_back(self.mark)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
 
-def ring_window(cache: KVCache, window: Any) -> tuple[int | None, int | None]:
-    """window, which must not reach further back than the ring."""
+def check_ring_window(slots: Slots, window: Any) -> None:
+    """Whether window reaches no further back than the ring."""
     left, _ = validate.band(False, window)
-    if left is None or left > (cache.window or 0):
-        raise ValueError(f"window must have a left side of at most {cache.window}, the window of the cache, "
+    if left is None or left > (slots.window or 0):
+        raise ValueError(f"window must have a left side of at most {slots.window}, the window of the cache, "
                          f"got {validate.short(window)}")
-    return window
+
+
+def check_reach(slots: Slots, new: Lengths, window: Any) -> None:
+    """Whether the newest `new` queries have positions, and a ring still holds the keys that they may attend."""
+    state = slots.state
+    filled, counts = slots.rows(state.filled), slots.rows(new)
+    first = filled - counts
+    if (first < 0).any():
+        b = int(first.argmin())
+        raise ValueError(f"q has {counts[b]} new queries in row {b} but the cache holds only {filled[b]} tokens there: their "
+                         "keys must have been appended")
+    if slots.window is not None:
+        oldest, floors = np.maximum(first - window[0], 0), slots.rows(slots.floors(state.most))
+        lost = (counts > 0) & (floors > oldest)
+        if lost.any():
+            b = int(lost.argmax())
+            raise ValueError(f"q begins at position {first[b]} of row {b} and may attend keys from position {oldest[b]} on "
+                             f"(window {window[0]}), but the ring holds them only from position {floors[b]} on")
 
 
 def same_number(held: np.ndarray) -> None:
@@ -114,30 +103,30 @@ def same_number(held: np.ndarray) -> None:
         raise ValueError(f"mask cannot be laid over a ring whose rows hold different numbers of keys, here {held.tolist()}")
 
 
-def prepare(cache: KVCache, q: np.ndarray, after: Lengths, new: Lengths, mask: Any, is_causal: Any, window: Any, scale: Any,
-            softcap: Any, algorithm: str, need_weights: bool, linear: bool = False) -> list[Part]:
-    """The attention of the newest `new` queries at the lengths `after`, in storage order; all errors end here.
+def prepare(slots: Slots, q: np.ndarray, after: Lengths, new: Lengths, rules: Rules, need_weights: bool,
+            linear: bool = False) -> list[Part]:
+    """The attention of the newest `new` queries at the lengths `after`, in storage order; all errors end here. The offset and the
+    padding lengths of the rules follow from these.
 
     Where there is no room for the keys yet, or they are of another dtype, the problems hold stand-ins of their shapes, which
-    `attend` replaces. `linear`: they will not lie in the ring that `cache` is.
+    `attend` replaces. `linear`: they will not lie in the ring that `slots` are.
     """
     first = after - new
     spans = [(0, longest(after), None if isinstance(after, int) else after, first)]
-    state = cache._state
-    if cache.window is not None and not linear and longest(after) > state.slots:
+    state = slots.state
+    if slots.window is not None and not linear and longest(after) > state.slots:
         spans = _spans(after, first, state.slots)
     parts: list[Part] = []
-    banded = is_causal is not False or window is not None
-    B, heads = cache.batch_size, cache.num_kv_heads
+    banded = rules.is_causal is not False or rules.window is not None
+    B, heads = slots.batch_size, slots.num_kv_heads
     for start, stop, lengths, offset in spans:
-        if not linear and stop <= state.slots and cache.dtype == q.dtype:
+        if not linear and stop <= state.slots and slots.dtype == q.dtype:
             k, v = state.k[:, :, start:stop], state.v[:, :, start:stop]
         else:
-            k = _stand_in((B, heads, stop - start, cache.head_dim), q.dtype)
-            v = _stand_in((B, heads, stop - start, cache.v_head_dim), q.dtype)
-        problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset if banded else None, lengths, window,
-                                             scale, softcap)
-        parts.append((problem, slice(start, stop), choose(problem, algorithm, weights=need_weights)[0]))
+            k = _stand_in((B, heads, stop - start, slots.head_dim), q.dtype)
+            v = _stand_in((B, heads, stop - start, slots.v_head_dim), q.dtype)
+        problem = validate.attention_problem(q, k, v, "BHLD", rules.at(offset if banded else None, lengths))
+        parts.append((problem, slice(start, stop), choose(problem, rules.algorithm, weights=need_weights)[0]))
     return parts
 
 
@@ -164,20 +153,28 @@ def _stand_in(shape: tuple[int, int, int, int], dtype: np.dtype) -> np.ndarray:
 
 
 def as_taken(k: np.ndarray, v: np.ndarray, dtype: np.dtype, algorithm: str) -> tuple[np.ndarray, np.ndarray]:
-    """Stored keys and values as an algorithm takes them with queries of `dtype`: "tiled" and "decode" convert as they load."""
+    """Stored keys and values as an algorithm takes them with queries of `dtype`: some convert as they load."""
     if k.dtype == dtype:
         return k, v
-    if algorithm == "blas":
-        with np.errstate(all="ignore"):
-            return k.astype(dtype), v.astype(dtype)
-    return (k.view(np.uint16), v.view(np.uint16)) if k.dtype.name == "bfloat16" else (k, v)
+    name = k.dtype.name
+    if name not in BY_NAME[algorithm].stored:
+        return converted(k, v, dtype)
+    return (k.view(np.uint16), v.view(np.uint16)) if name == "bfloat16" else (k, v)
 
 
-def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse: np.ndarray | None,
+def converted(k: np.ndarray, v: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Stored keys and values in `dtype`; themselves where they are."""
+    if k.dtype == dtype:
+        return k, v
+    with np.errstate(all="ignore"):
+        return k.astype(dtype), v.astype(dtype)
+
+
+def attend(slots: Slots, parts: list[Part], new: Lengths, out: np.ndarray, lse: np.ndarray | None,
            weights: np.ndarray | None, workers: int) -> None:
     """out (B, H, Lq, Dv), lse (B, H, Lq), weights <- what `prepare` has prepared; queries behind `new` attend nothing."""
     Lq = out.shape[2]
-    sides, state = [], cache._state
+    sides, state = [], slots.state
     for i, (problem, span, name) in enumerate(parts):
         if problem.k.base is not state.k:
             problem = problem.with_heads(problem.q, *as_taken(state.k[:, :, span], state.v[:, :, span], problem.dtype, name))
@@ -186,7 +183,7 @@ def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse
         algorithms.forward(name, problem, side, side_lse, weights, workers)
         sides.append((side, side_lse))
     if len(sides) > 1:
-        _merge_into(*sides[0], *sides[1])
+        merge_into(*sides[0], *sides[1])
     if not isinstance(new, int) or new < Lq:
         behind = np.broadcast_to(np.arange(Lq) >= np.reshape(new, (-1, 1)), (out.shape[0], Lq))
         out.swapaxes(1, 2)[behind] = 0
@@ -196,18 +193,10 @@ def attend(cache: KVCache, parts: list[Part], new: Lengths, out: np.ndarray, lse
             weights.swapaxes(1, 2)[behind] = 0
 
 
-def _merge_into(out: np.ndarray, lse: Any, other: np.ndarray, other_lse: Any) -> None:
-    """out, lse <- the attention over two sets of keys, of which each side has seen one; `other` is used up.
-
-    lse = log(exp(lse) + exp(other_lse)), out = sum of exp(its lse - lse) times each side.
-    """
+def merge_into(out: np.ndarray, lse: Any, other: np.ndarray, other_lse: Any) -> None:
+    """out, lse <- the attention over two sets of keys, of which each side has seen one; `other` is used up."""
     with np.errstate(all="ignore"):
-        top = np.maximum(lse, other_lse)
-        np.copyto(top, 0, where=np.isneginf(top))
-        own, others = np.exp(lse - top), np.exp(other_lse - top)
-        total = own + others
-        np.add(top, np.log(total), out=lse)
-        np.copyto(total, 1, where=total == 0)
-        out *= (own / total)[..., None]
-        other *= (others / total)[..., None]
+        own, others, lse[...] = shares(lse, other_lse)
+        out *= own[..., None]
+        other *= others[..., None]
         out += other

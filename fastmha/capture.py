@@ -102,17 +102,18 @@ def choose(capture: Any, problem: Problem) -> Chosen:
     return Chosen(heads, rows, capture.reduce, np.zeros(shape, problem.dtype))
 
 
-def fill(chosen: Chosen, problem: Problem, scaling: tuple[float, float], algorithm: str, threads: int) -> np.ndarray:
-    """chosen.captured <- the weights or their reduction; `scaling` is (scale, softcap) of the problem.
+def fill(chosen: Chosen, problem: Problem, rules: validate.Rules, threads: int) -> np.ndarray:
+    """chosen.captured <- the weights or their reduction; `rules` are those that the problem was made of.
 
     Blocks of rows depend on the lengths alone and are added in their order: the bits of a batch row depend neither on the
     others nor on the threads.
     """
     heads, rows, reduce, captured = chosen
-    B, H, Hkv, Lq, Lk, _, _ = problem.shape
+    B, H, Hkv, Lq, Lk, D, _ = problem.shape
     if captured.size == 0 or Lk == 0 or len(rows) == 0:
         return captured
-    name = "blas" if algorithm == "blas" else "tiled"
+    name = algorithms.for_weights(rules.algorithm)
+    scaling = validate.scaling(rules.scale, rules.softcap, D, problem.dtype)
     fit = _BUFFER_BYTES // (Lk * problem.itemsize)
     most = max(_ROWS, fit // _ROWS * _ROWS)
     buffer = np.empty(min(max(fit, most), B * H * min(most, Lq)) * Lk, problem.dtype)

@@ -8,8 +8,11 @@ import numpy as np
 from fastmha import _core, algorithms, threads, validate
 from fastmha import capture as captures
 from fastmha._core import Problem
+from fastmha.algorithms import AUTO
 from fastmha.capture import Capture
-from fastmha.plan import Plan, choose, make_plan
+from fastmha.merging import shares
+from fastmha.planning import Plan, choose, make_plan
+from fastmha.validate import Rules
 
 
 @validate.own_keywords(validate.CALL_NAMES)
@@ -110,12 +113,13 @@ def attention(
     >>> fastmha.attention(q, k, v, is_causal=True).shape
     (2, 8, 16, 64)
     """
-    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads)
+    problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm)
     if return_lse is not False:
         return_lse = validate.flag("return_lse", return_lse)
     workers = threads.resolve(num_threads)
-    B, H, _, Lq, _, D, Dv = problem.shape
+    B, H, _, Lq, _, _, Dv = problem.shape
     shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
     chosen = None if capture is None else captures.choose(capture, problem)
     if out is None:
@@ -132,7 +136,7 @@ def attention(
         result[...] = target
     if chosen is None:
         return (result, lse) if return_lse else result
-    captured = captures.fill(chosen, problem, validate.scaling(scale, softcap, D, problem.dtype), algorithm, workers)
+    captured = captures.fill(chosen, problem, rules, workers)
     return (result, lse, captured) if return_lse else (result, captured)
 
 
@@ -175,7 +179,8 @@ def attention_backward(
     exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
     lse exceeds those by more than rounding, because it was taken over more keys.
     """
-    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads)
+    problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm, backward=True)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     dtype = problem.dtype
@@ -245,15 +250,9 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
     out = np.empty(out1.shape, dtype)
     x, y, to = (_by_head(z, layout) for z in (out1, out2, out))
     with np.errstate(all="ignore"):
-        top = np.maximum(lse1, lse2)
-        weight1, weight2 = np.exp(lse1 - top), np.exp(lse2 - top)
-        total = weight1 + weight2
-        weight1 /= total
-        weight2 /= total
-        lse = np.log(total)
-        lse += top
-        np.multiply(x, weight1[..., None], out=to)
-        to += y * weight2[..., None]
+        share1, share2, lse = shares(lse1, lse2)
+        np.multiply(x, share1[..., None], out=to)
+        to += y * share2[..., None]
     for empty, other_out, other_lse in ((lse2 == -np.inf, x, lse1), (lse1 == -np.inf, y, lse2)):
         if empty.any():
             np.copyto(to, other_out, where=empty[..., None])
@@ -283,8 +282,8 @@ def plan(
     >>> fastmha.plan(q, k, k).algorithm
     'decode'
     """
-    problem = validate.attention_problem(q, k, v, layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap,
-                                         values=False)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads)
+    problem = validate.attention_problem(q, k, v, layout, rules, values=False)
     validate.flag("return_lse", return_lse)
     if capture is not None:
         captures.check(capture, problem)
@@ -358,7 +357,7 @@ def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
     """(out (B, H, Lq, Dv), weights (B, H, Lq, Lk)) with the weights in memory."""
     B, H, _, Lq, Lk, _, Dv = problem.shape
     out, weights = np.empty((B, H, Lq, Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
-    algorithms.forward(choose(problem, "auto", weights=True)[0], problem, out, None, weights, workers)
+    algorithms.forward(choose(problem, AUTO, weights=True)[0], problem, out, None, weights, workers)
     return out, weights
 
 
@@ -392,7 +391,7 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
         if mask is not None and mask.ndim == 3:
             mask = mask[:, None]
     q, k, v = arrays
-    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
+    problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     out, weights = weighted(problem, threads.resolve(None))
     return (out[:, 0], weights[:, 0]) if flat else (out, weights)
 
@@ -471,10 +470,10 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     weights : (B, H, Lq, Lk) array
     """
     q, k, v = _textbook_heads({"Q": Q, "K": K, "V": V}, num_heads)
-    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
+    problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     B, H, _, Lq, Lk, _, Dv = problem.shape
     output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
-    algorithms.forward(choose(problem, "auto", weights=True)[0], problem, split_heads(output, num_heads), None, weights,
+    algorithms.forward(choose(problem, AUTO, weights=True)[0], problem, split_heads(output, num_heads), None, weights,
                        threads.resolve(None))
     return output, weights
 
@@ -529,8 +528,8 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
 
     Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
     q, k, v = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
-    problem = validate.attention_problem(q, k, v, "BHLD", mask, False, None, None, None, None, None)
+    problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)
-    algorithms.forward(choose(problem, "auto")[0], problem, split_heads(concat, num_heads), None, None, workers)
+    algorithms.forward(choose(problem, AUTO)[0], problem, split_heads(concat, num_heads), None, None, workers)
     return project("concat", concat, "O")

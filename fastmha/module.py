@@ -8,7 +8,7 @@
 The backward pass mirrors it: the attention's gradients are written into one buffer laid out like `projected`, so that
 that one product gives the gradient of the fused weights and one the sum of the three input gradients.
 
-With a cache the keys and values are appended to it and the attention is over all that it holds (`cached.Step`); a cache as
+With a cache the keys and values are appended to it and the attention is over all that it holds (`cache.step`); a cache as
 context stands for keys and values that were projected before.
 """
 from __future__ import annotations
@@ -22,9 +22,11 @@ import numpy as np
 
 from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
-from fastmha.cache import KVCache
-from fastmha.cached import Step, as_taken
-from fastmha.plan import Plan, choose, choose_layout, make_plan, product_by_blas
+from fastmha.algorithms import BY_BLAS, product_by_blas
+from fastmha.cache import KVCache, step
+from fastmha.cached import converted
+from fastmha.planning import Plan, choose, choose_layout, make_plan
+from fastmha.validate import Rules
 
 _AXES = "(B, L, d_model)"
 _MOST_BYTES = 2**47     # of one array: what a process can address
@@ -184,7 +186,7 @@ class AttentionModule:
         A copy of the weights is kept in the order in which products read them (twice the memory), where BLAS does not do them.
         """
         self._frozen, self._kept = True, None
-        if self.algorithm != "blas" and not product_by_blas(2):
+        if self.algorithm not in BY_BLAS and not product_by_blas(2):
             self._packed = algorithms.packed_weights(self._W_in), algorithms.packed_weights(self._W_out)
         for array in self._arrays():
             array.flags.writeable = False
@@ -226,7 +228,7 @@ class AttentionModule:
             return "strided", "heads of two widths lie side by side"
         if self.layout != "auto":
             return self.layout, "named by the caller"
-        return choose_layout(L, self._D * self.dtype.itemsize, self.algorithm == "blas" or product_by_blas(2))
+        return choose_layout(L, self._D * self.dtype.itemsize, self.algorithm in BY_BLAS or product_by_blas(2))
 
     def _buffer(self, B: int, L: int, columns: int) -> np.ndarray:
         """For the projection of (B, L) rows: (B, L, columns), or contiguous heads (B, heads, L, D)."""
@@ -235,8 +237,7 @@ class AttentionModule:
         by_head = self._layout(L)[0] == "contiguous"
         return np.empty((B, columns // self._D, L, self._D) if by_head else (B, L, columns), self.dtype)
 
-    def _make_plan(self, batch_size: Any, seq_len: Any, seq_len_k: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
-                   window: Any, softcap: Any, backward: Any, num_threads: Any) -> Plan:
+    def _make_plan(self, batch_size: Any, seq_len: Any, seq_len_k: Any, rules: Rules, backward: Any) -> Plan:
         B, L = validate.integer("batch_size", batch_size, 0), validate.length("seq_len", seq_len)
         q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
         if seq_len_k is None:
@@ -244,25 +245,23 @@ class AttentionModule:
         else:
             projected = self._buffer(B, L, q_end), self._buffer(B, validate.length("seq_len_k", seq_len_k), v_end - q_end)
         q, k, v = self._heads(projected)
-        problem = validate.attention_problem(q, k, v, "BHLD", None, is_causal, offset, key_padding_lengths, window, None, softcap)
+        problem = validate.attention_problem(q, k, v, "BHLD", rules)
         backward = validate.flag("backward", backward)
-        return make_plan(problem, "auto" if backward and self.algorithm == "decode" else self.algorithm,
-                         threads.resolve(num_threads), backward, self._layout(L if seq_len_k is None else int(seq_len_k)))
+        return make_plan(problem, algorithms.for_backward(rules.algorithm) if backward else rules.algorithm,
+                         threads.resolve(rules.num_threads), backward, self._layout(L if seq_len_k is None else int(seq_len_k)))
 
-    def _forward(self, X: Any, context: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any, window: Any,
-                 softcap: Any, need_weights: Any, training: Any, num_threads: Any, cache: Any = None,
+    def _forward(self, X: Any, rules: Rules, need_weights: Any, training: Any, context: Any = None, cache: Any = None,
                  transform_qk: Any = None) -> Any:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
-        is_causal = validate.flag("is_causal", is_causal)
+        validate.flag("is_causal", rules.is_causal)
         X = self._input("X", X)
         if transform_qk is not None and not callable(transform_qk):
             raise TypeError(f"transform_qk must be callable or None, got {validate.short(transform_qk)}")
         if context is not None and not (cache is None and transform_qk is None):
             raise ValueError(f"context and {'transform_qk' if cache is None else 'cache'} cannot be given together")
-        workers = threads.resolve(num_threads)
+        workers = threads.resolve(rules.num_threads)
         if cache is not None:
-            return self._forward_cached(X, cache, mask, is_causal, offset, key_padding_lengths, window, softcap, need_weights,
-                                        training, workers, transform_qk)
+            return self._forward_cached(X, cache, rules, need_weights, training, workers, transform_qk)
         stored = context if isinstance(context, KVCache) else None
         C = None if context is None or stored is not None else self._input("context", context)
         B, L, _ = X.shape
@@ -273,16 +272,16 @@ class AttentionModule:
         if stored is not None:
             projected: tuple[np.ndarray, ...] = (self._buffer(B, L, q_end),)
             q = projected[0] if projected[0].ndim == 4 else _split(projected[0], self._H)
-            k, v, key_padding_lengths = self._stored("context", stored, B, key_padding_lengths)
+            k, v, lengths = self._stored("context", stored, B, rules.key_padding_lengths)
+            rules = rules.at(rules.offset, lengths)
         else:
             if C is None:
                 projected = (self._buffer(B, L, v_end),)
             else:
                 projected = self._buffer(B, L, q_end), self._buffer(B, C.shape[1], v_end - q_end)
             q, k, v = self._heads(projected)
-        problem = validate.attention_problem(q, k, v, "BHLD", mask, is_causal, offset, key_padding_lengths, window, None,
-                                             softcap)
-        name, _ = choose(problem, self.algorithm, weights=need_weights)
+        problem = validate.attention_problem(q, k, v, "BHLD", rules)
+        name, _ = choose(problem, rules.algorithm, weights=need_weights)
         self._project(X, slice(0, v_end if C is None and stored is None else q_end), projected[0], workers)
         if C is not None:
             self._project(C, slice(q_end, v_end), projected[1], workers)
@@ -300,24 +299,23 @@ class AttentionModule:
                           _Kept(X, C, problem, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
 
-    def _forward_cached(self, X: np.ndarray, cache: Any, mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any,
-                        window: Any, softcap: Any, need_weights: bool, training: bool, workers: int, transform_qk: Any) -> Any:
-        if offset is not None:
+    def _forward_cached(self, X: np.ndarray, cache: Any, rules: Rules, need_weights: bool, training: bool, workers: int,
+                        transform_qk: Any) -> Any:
+        if rules.offset is not None:
             raise ValueError("offset and cache cannot be given together: it is the cached length of each row, got "
-                             f"{validate.short(offset)}")
+                             f"{validate.short(rules.offset)}")
         B, L, _ = X.shape
         self._check_cache("cache", cache, B)
-        new = cache.new_lengths("key_padding_lengths", key_padding_lengths, L, "L")
         projected = np.empty((B, L, self._columns["V"].stop), self.dtype)
         q, k, v = self._heads((projected,))
-        step = Step(cache, q, k, v, new, mask, is_causal, window, softcap, self.algorithm, need_weights)
+        tokens = step(cache, q, k, v, rules, need_weights)
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
-        weights = np.empty((B, self._H, L, step.total), self.dtype) if need_weights else None
+        weights = np.empty((B, self._H, L, tokens.total), self.dtype) if need_weights else None
         self._project(X, slice(None), projected, workers)
         if transform_qk is not None:
             _transform(transform_qk, q, k, _positions(cache.lengths, B, L))
-        with step:
-            step.attend(_split(concat, self._H), weights, workers)
+        with tokens:
+            tokens.attend(_split(concat, self._H), weights, workers)
             out = self._project_out(concat, workers)
         if training:
             self._kept = _CACHE_KEEPS_NOTHING
@@ -328,13 +326,13 @@ class AttentionModule:
         projection."""
         W, bias = self._W_in[:, columns], None if self._b_in is None else self._b_in[columns]
         packed = self._packed[0] if self._packed is not None and W.shape == self._W_in.shape else None
-        algorithms.product(_rows(x), W, out if out.ndim == 4 else _rows(out), workers, bias=bias, blas=self.algorithm == "blas",
+        algorithms.product(_rows(x), W, out if out.ndim == 4 else _rows(out), workers, bias=bias, blas=self.algorithm in BY_BLAS,
                            packed=packed)
 
     def _project_out(self, concat: np.ndarray, workers: int) -> np.ndarray:
         """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O."""
         out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
-        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=self.algorithm == "blas",
+        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=self.algorithm in BY_BLAS,
                            packed=None if self._packed is None else self._packed[1])
         return out
 
@@ -357,7 +355,7 @@ class AttentionModule:
         lengths, length = stored.lengths, stored.length
         if key_padding_lengths is not None:
             lengths = np.minimum(lengths, validate.batch_lengths("key_padding_lengths", key_padding_lengths, B, length, "Lk"))
-        return *as_taken(stored.k, stored.v, self.dtype, "blas"), lengths if (lengths < length).any() else None
+        return *converted(stored.k, stored.v, self.dtype), lengths if (lengths < length).any() else None
 
     def _project_context(self, C: Any, num_threads: Any) -> KVCache:
         C = self._input("C", C)
@@ -441,8 +439,8 @@ class AttentionModule:
             raise ValueError(f"grad_output must have the output's shape {(B, L, self._d_out)}, got {g.shape}")
         g = np.require(g, None, ("C", "A"))
         workers = threads.resolve(num_threads)
-        grads, blas = self._gradient_buffers(), self.algorithm == "blas"
-        name, _ = choose(kept.problem, "auto" if self.algorithm == "decode" else self.algorithm, backward=True)
+        grads, blas = self._gradient_buffers(), self.algorithm in BY_BLAS
+        name, _ = choose(kept.problem, algorithms.for_backward(self.algorithm), backward=True)
         # grad_concat (B, L, H·Dv), by head where q, k, v are, <- grad_output @ W_O.T
         contiguous = kept.projected[0].ndim == 4
         grad_concat = np.empty((B, self._H, L, self._Dv) if contiguous else kept.concat.shape, self.dtype)
@@ -474,7 +472,7 @@ class AttentionModule:
 
     def _input_gradients(self, x: np.ndarray, grad: np.ndarray, columns: slice, grad_x: np.ndarray, workers: int) -> None:
         """Gradients of x @ W[:, columns] + b[columns], given that of the result."""
-        blas = self.algorithm == "blas"
+        blas = self.algorithm in BY_BLAS
         # grad_W (d_model, columns) <- x.T @ grad
         algorithms.product(_rows(x), _rows(grad), self._grads["W_in"][:, columns], workers, trans_a=True, blas=blas)
         # grad_x (B, L, d_model) <- grad @ W.T: over Q|K|V side by side this is the sum of three input gradients

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 
 from fastmha import validate
+from fastmha.algorithms import ALGORITHMS
 from fastmha.cache import KVCache
 from fastmha.module import AttentionModule
-from fastmha.plan import ALGORITHMS, Plan
+from fastmha.planning import Plan
+from fastmha.validate import Rules
 
 LAYOUTS = ("strided", "contiguous", "auto")
 
@@ -163,8 +165,8 @@ class MultiHeadAttention(AttentionModule):
         >>> m.forward(np.ones((1, 5, 64)), is_causal=True, transform_qk=rotate).shape
         (1, 5, 64)
         """
-        return self._forward(X, context, mask, is_causal, offset, key_padding_lengths, window, softcap, need_weights, training,
-                             num_threads, cache, transform_qk)
+        rules = Rules(mask, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads)
+        return self._forward(X, rules, need_weights, training, context, cache, transform_qk)
 
     def plan(self, batch_size: int, seq_len: int, *, seq_len_k: int | None = None, is_causal: bool = False,
              offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
@@ -196,8 +198,8 @@ class MultiHeadAttention(AttentionModule):
         >>> m.plan(1, 1024).layout, m.plan(32, 16).layout
         ('contiguous', 'strided')
         """
-        return self._make_plan(batch_size, seq_len, seq_len_k, is_causal, offset, key_padding_lengths, window, softcap, backward,
-                               num_threads)
+        rules = Rules(None, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads)
+        return self._make_plan(batch_size, seq_len, seq_len_k, rules, backward)
 
     def project_context(self, C: np.ndarray, *, num_threads: int | None = None) -> KVCache:
         """Project the keys and values of a context once, for many calls of ``forward(X, context=...)``.

@@ -7,6 +7,7 @@ import numpy as np
 
 from fastmha import validate
 from fastmha.module import AttentionModule
+from fastmha.validate import Rules
 
 _NAMES = validate.MODULE_NAMES | dict.fromkeys(("num_heads", "num_kv_heads"), "fastmha.MultiHeadAttention has several heads") | {
     "head_dim": "it is d_k here, d_v of the values", "kdim": "it is d_k here", "vdim": "it is d_v here"}
@@ -77,7 +78,8 @@ class SelfAttention(AttentionModule):
         out : (B, L, d_out) array
         weights : (B, 1, L, L) array, with ``need_weights=True``
         """
-        return self._forward(X, None, mask, is_causal, None, key_padding_lengths, None, None, need_weights, training, None)
+        return self._forward(X, Rules(mask, is_causal, None, key_padding_lengths, algorithm=self.algorithm),
+                             need_weights, training)
 
     def __repr__(self) -> str:
         return (f"SelfAttention(d_model={self.d_model}, d_k={self.d_k}, d_v={self.d_v}, d_out={self.d_out}, "

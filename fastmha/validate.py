@@ -1,4 +1,7 @@
-"""Every check of user input and every message, and the only copies made of user arrays. All errors end here.
+"""Checks of arguments: those of a call of `attention` as a whole, the words of messages, and what the other files check with.
+
+What only the textbook functions, modules, caches, captures and masks take is checked where they stand, with the functions here;
+below them nothing raises on user input. Here are also the only copies made of user arrays.
 
 The result of `attention_problem` is one `Problem`: arrays in the axis order (B, H, L, width) whatever the layout, last
 axis with unit stride, aligned; masks with 4 axes; offsets and lengths per batch row.
@@ -13,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -36,6 +39,28 @@ _R = TypeVar("_R")
 
 class ConventionWarning(UserWarning):
     """An argument that is valid, but looks as if it were meant by another library's convention."""
+
+
+class Rules(NamedTuple):
+    """What a caller says about a call beside its arrays, as it came; see `fastmha.attention`. `attention_problem` checks it, but
+    for the algorithm (`planning.choose`) and the threads (`threads.resolve`)."""
+
+    mask: Any = None
+    is_causal: Any = False
+    offset: Any = None                  # these four first and in this order: `at`
+    key_padding_lengths: Any = None
+    window: Any = None
+    scale: Any = None
+    softcap: Any = None
+    algorithm: Any = "auto"
+    num_threads: Any = None
+
+    def at(self, offset: Any, key_padding_lengths: Any) -> Rules:
+        """These rules with another offset and other padding lengths; `_replace` would cost a step of few microseconds more."""
+        return Rules(self.mask, self.is_causal, offset, key_padding_lengths, *self[4:])
+
+
+NO_RULES = Rules()
 
 
 # ----------------------------------------------------------------------------------------------------- what came, in words
@@ -71,7 +96,7 @@ _MASK = "it is mask here, where True = may NOT attend, or floats are added to th
 _LENGTHS = "the valid keys of each batch row are key_padding_lengths here"
 _WINDOW = "it is window here, a pair (left, right) in which None is unbounded"
 _NO_DROPOUT = "there is no dropout here"
-_RULES = {
+_SHARED_NAMES = {
     "attn_mask": _MASK, "bias": _MASK, "attn_bias": _MASK,
     "attention_mask": f"{_MASK}; one of (B, Lk) that is 1 for valid keys is mask=(attention_mask == 0)[:, None, None, :]",
     "key_padding_mask": f"{_LENGTHS}, or mask=key_padding_mask[:, None, None, :], where True = may NOT attend",
@@ -80,7 +105,7 @@ _RULES = {
     "soft_cap": "it is softcap here", "logits_soft_cap": "it is softcap here",
     "enable_gqa": "fewer heads of k and v than of q are grouped without being asked to",
 }
-CALL_NAMES = _RULES | {
+CALL_NAMES = _SHARED_NAMES | {
     "query": "it is q here", "key": "it is k here", "value": "it is v here", "softmax_scale": "it is scale here",
     "sm_scale": "it is scale here", "key_value_seq_lengths": _LENGTHS,
     "need_weights": "attention(..., capture=fastmha.Capture()) returns the weights",
@@ -92,7 +117,7 @@ TEXTBOOK_NAMES = CALL_NAMES | {
     "need_weights": "the weights are returned always",
     **dict.fromkeys(("is_causal", "scale", "key_padding_lengths", "window", "softcap"), "fastmha.attention takes it"),
 }
-FORWARD_NAMES = _RULES | {
+FORWARD_NAMES = _SHARED_NAMES | {
     "query": "it is X here", "key": "keys and values come from context", "value": "keys and values come from context",
     "hidden_states": "it is X here", "encoder_hidden_states": "it is context here", "past_key_value": "it is cache here",
     "past_key_values": "it is cache here", "layer_past": "it is cache here", "output_attentions": "it is need_weights here",
@@ -260,11 +285,9 @@ def heads(name: str, x: Any, layout: str) -> np.ndarray:
     return floats(name, x, 4, _AXES[layout])
 
 
-def attention_problem(
-    q: Any, k: Any, v: Any, layout: str, mask: Any, is_causal: bool, offset: Any, key_padding_lengths: Any, window: Any,
-    scale: Any, softcap: Any, values: bool = True,
-) -> Problem:
+def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _ = rules
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout), heads("k", k, layout), heads("v", v, layout)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fastmha import _core, reference
-from fastmha.plan import ALGORITHMS
+from fastmha.algorithms import ALGORITHMS
 
 ISAS = _core.runnable_isas()
 NAMED = [name for name in ALGORITHMS if name not in ("auto", "decode")]     # forward and backward, every call

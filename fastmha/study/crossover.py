@@ -19,7 +19,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from fastmha import _core
-from fastmha.plan import blas_rows
+from fastmha.algorithms import blas_rows
 from fastmha.study import heads
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, spread
 from fastmha.study.cases import DIRECTIONS, Case

@@ -56,9 +56,7 @@ class Operands:
         self.grad_q, self.grad_k, self.grad_v = self._fused(None)
         self.grad_out, self.out = (self._heads(case.Lq, (case.H,), g)[0] for g in (generator, None))
         self.lse = np.empty((case.B, case.H, case.Lq), case.dtype)
-        rules = {"is_causal": False, "offset": None, **case.keywords}
-        self.problem = validate.attention_problem(self.q, self.k, self.v, "BHLD", None, rules["is_causal"],
-                                                  rules["offset"], None, None, None, None)
+        self.problem = validate.attention_problem(self.q, self.k, self.v, "BHLD", validate.Rules(**case.keywords))
         algorithms.forward(case.algorithm, self.problem, self.out, self.lse, None, num_threads)
 
     def _fused(self, generator: np.random.Generator | None) -> list[np.ndarray]:

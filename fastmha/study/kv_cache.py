@@ -109,7 +109,7 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
             v[:, :, slot:slot + tokens] = new_v[:, :, first:first + tokens]
 
     def problem(k: np.ndarray, v: np.ndarray) -> algorithms.Problem:
-        return validate.attention_problem(q, k, v, "BHLD", None, False, None, None, None, None, None)
+        return validate.attention_problem(q, k, v, "BHLD")
 
     def decode(name: str, step: bool) -> Callable[[], None]:
         target, turn, token_k, token_v = out[name], count(), new_k[:, :, :1], new_v[:, :, :1]

@@ -12,8 +12,9 @@ from functools import partial
 import numpy as np
 
 from fastmha import analysis
+from fastmha.algorithms import product_by_blas
 from fastmha.multihead import MultiHeadAttention
-from fastmha.plan import choose_layout, product_by_blas
+from fastmha.planning import choose_layout
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, spread, time_text
 from fastmha.study.cases import Layer
@@ -127,7 +128,7 @@ def answer(found: Found) -> Answer | None:
     return Answer(
         short=auto_line(records),
         method=__doc__.split("\n\n", 1)[1].replace("\n", " ").strip() +
-        " The output of the forward pass is its own gradient. The rule behind \"auto\" is `fastmha.plan.choose_layout`.",
+        " The output of the forward pass is its own gradient. The rule behind \"auto\" is `fastmha.planning.choose_layout`.",
         limits="Self-attention; products by the library's own kernels but for the rows named blas. With other instruction sets, "
                "and on machines with other caches, the rule is the same and may be off.",
         tables=[Table("Layers", ("layer", "strided", "contiguous", "ratio", "auto", "its cost"), rows,

@@ -121,7 +121,7 @@ def _merged(of: Case) -> np.ndarray:
 
 def _problem(views: Sequence[np.ndarray]) -> algorithms.Problem:
     q, k, v = views
-    return validate.attention_problem(q, k, v, "BHLD", None, False, None, None, None, None, None)
+    return validate.attention_problem(q, k, v, "BHLD")
 
 
 def attention_arms(of: Case, direction: str, num_threads: int) -> Arms:

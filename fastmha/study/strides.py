@@ -74,7 +74,7 @@ def prepare(case: Case, direction: str, places: Mapping[str, Place], num_threads
         q, k, v = three(case, place.row, place.huge)
         for x, value in zip((q, k, v), values):
             x[...] = value
-        problem = validate.attention_problem(q, k, v, "BHLD", None, False, None, None, None, None, None)
+        problem = validate.attention_problem(q, k, v, "BHLD")
 
         def forward() -> None:
             algorithms.forward(case.algorithm, problem, out, lse, None, num_threads)

@@ -18,6 +18,7 @@ from support import padded, same_bits
 
 import fastmha
 import fastmha.cache
+import fastmha.slots
 from fastmha import KVCache
 
 B, HKV, D, DV = 3, 2, 4, 5
@@ -37,7 +38,8 @@ class Poisoned:
 @pytest.fixture(autouse=True, scope="module")
 def poison():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastmha.cache, "np", Poisoned())
+        for room in (fastmha.slots, fastmha.cache):
+            patch.setattr(room, "np", Poisoned())
         yield
 
 
@@ -184,7 +186,7 @@ def test_k_and_v_are_views_until_a_ring_has_wrapped():
     ring = new(window=2, max_chunk=2)
     for i in range(3):
         ring.append(*tokens(2, i))
-        assert np.shares_memory(ring.k, ring._state.k) == (i < 2)
+        assert np.shares_memory(ring.k, ring._slots.state.k) == (i < 2)
 
 
 def test_lengths_are_a_copy():
@@ -233,7 +235,7 @@ def test_failure_to_allocate_leaves_the_cache_as_it_was(monkeypatch):
     def fail(self, slots):
         raise MemoryError
 
-    monkeypatch.setattr(KVCache, "_allocate", fail)
+    monkeypatch.setattr(fastmha.slots.Slots, "allocate", fail)
     with pytest.raises(MemoryError):
         cache.append(*tokens(10, 1))
     assert_holds(cache, model)

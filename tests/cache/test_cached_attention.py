@@ -13,6 +13,7 @@ from support import DTYPES, dtypes, padded, same_bits
 
 import fastmha
 from fastmha import KVCache, reference
+from fastmha.slots import Slots
 
 B, HKV, D, DV = 2, 2, 4, 3
 TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
@@ -21,7 +22,7 @@ TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
 @pytest.fixture(autouse=True, scope="module")
 def poison():
     """Buffers begin as NaN."""
-    allocate = KVCache._allocate
+    allocate = Slots.allocate
 
     def poisoned(self, slots):
         buffers = allocate(self, slots)
@@ -30,7 +31,7 @@ def poison():
         return buffers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "_allocate", poisoned)
+        patch.setattr(Slots, "allocate", poisoned)
         yield
 
 

@@ -15,6 +15,7 @@ from support import dtypes, same_bits
 
 import fastmha
 from fastmha import KVCache, MultiHeadAttention, algorithms, reference
+from fastmha.slots import Slots
 
 D_MODEL, HEADS, GROUPS, B, L = 24, 4, 2, 3, 12
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
@@ -23,7 +24,7 @@ TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
 @pytest.fixture(autouse=True, scope="module")
 def poison():
     """Buffers begin as NaN."""
-    allocate = KVCache._allocate
+    allocate = Slots.allocate
 
     def poisoned(self, slots):
         buffers = allocate(self, slots)
@@ -32,7 +33,7 @@ def poison():
         return buffers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "_allocate", poisoned)
+        patch.setattr(Slots, "allocate", poisoned)
         yield
 
 

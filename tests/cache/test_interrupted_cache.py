@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 import fastmha.cache
 import fastmha.cached
+import fastmha.merging
 import fastmha.module
+import fastmha.slots
 from fastmha import KVCache, MultiHeadAttention, _core
 
 B, HKV, D, DV = 3, 2, 3, 2
-FILES = {module.__file__ for module in (fastmha.cache, fastmha.cached, fastmha.module)}
+ROOMS = fastmha.slots, fastmha.merging, fastmha.cached, fastmha.cache, fastmha.module
+FILES = {module.__file__ for module in ROOMS}
 
 
 class Stop(KeyboardInterrupt):
@@ -172,7 +175,8 @@ def test_a_change_that_is_stopped_anywhere_has_happened_or_has_not(kind, change,
 # --------------------------------------------------------------------------------------------------- steps of a module
 
 M = MultiHeadAttention(4 * D, 4, num_kv_heads=HKV, use_bias=True, rng=0)
-INSIDE = {f.__code__ for f in (fastmha.cached.attend, fastmha.cached.Step.attend, fastmha.cached._merge_into, M._project_out)}
+OF_ATTENTION = fastmha.cached.attend, fastmha.cached.Step.attend, fastmha.cached.merge_into, fastmha.merging.shares
+INSIDE = {f.__code__ for f in (*OF_ATTENTION, M._project_out)}
 
 
 def stepping(cache, rng, longest):

@@ -43,10 +43,8 @@ def check(*arrays, **keywords):
 
 def check_weights(q, k, v, results, bound, **keywords):
     """out and lse of the call that also returns the weights, and the weights."""
-    names = ("mask", "is_causal", "offset", "key_padding_lengths", "window", "scale", "softcap")
-    problem = validate.attention_problem(
-        q, k, v, "BHLD", **{name: keywords.get(name, False if name == "is_causal" else None) for name in names}
-    )
+    rules = {name: value for name, value in keywords.items() if name in validate.Rules._fields}
+    problem = validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules))
     B, H, _, Lq, Lk, _, Dv = problem.shape
     out, lse, weights = (np.full(shape, np.nan, q.dtype) for shape in ((B, H, Lq, Dv), (B, H, Lq), (B, H, Lq, Lk)))
     _core.tiled_forward(problem, out, lse, weights, 1)

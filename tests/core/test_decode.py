@@ -27,7 +27,7 @@ from support import (
 
 import fastmha
 from fastmha import reference
-from fastmha.plan import DECODE_ROWS_MAX
+from fastmha.algorithms import DECODE_ROWS_MAX
 
 LENGTHS = (1, 2, 3, 15, 17, 31, 63, 64, 65, 127, 129, 511, 512, 513, 1500)
 

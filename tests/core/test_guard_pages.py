@@ -153,10 +153,7 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
     keywords = {"layout": layout, **rules_of(n, B, H, Lq, Lk, dtype, rng)}
     guarded = {k: guard(x) if isinstance(x, np.ndarray) else x for k, x in keywords.items()}
     q, k, v, g = (guard(x) for x in arrays)
-    names = ("layout", "mask", "is_causal", "offset", "key_padding_lengths", "window", "scale", "softcap")
-    problem = validate.attention_problem(
-        q, k, v, *(guarded.get(name, False if name == "is_causal" else None) for name in names)
-    )
+    problem = validate.attention_problem(q, k, v, guarded.pop("layout"), validate.Rules(**guarded))
 
     def by_head(x):
         return x if layout == "BHLD" else x.swapaxes(1, 2)

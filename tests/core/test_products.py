@@ -14,7 +14,7 @@ from support import bits, dtypes, padded, same_bits
 
 import fastmha
 from fastmha import _core, algorithms
-from fastmha.plan import product_by_blas, product_slices
+from fastmha.algorithms import product_by_blas, product_slices
 
 ROWS = (*range(1, 41), 64, 257, 300)
 DEPTHS = (1, 7, 255, 256, 257, 600)

@@ -162,10 +162,7 @@ def gradients(arrays, out, lse, split, threads, **keywords):
     """grad_q, grad_k, grad_v in one pass or in two, written into NaN."""
     q, k, v, g = arrays
     layout = keywords.pop("layout", "BHLD")
-    names = ("mask", "is_causal", "offset", "key_padding_lengths", "window", "scale", "softcap")
-    values = [keywords.pop(name, False if name == "is_causal" else None) for name in names]
-    assert not keywords
-    problem = validate.attention_problem(q, k, v, layout, *values)
+    problem = validate.attention_problem(q, k, v, layout, validate.Rules(**keywords))
     grads = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     views = [x if layout == "BHLD" else x.swapaxes(1, 2) for x in (out, g, *grads)]
     _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], 0 if split else 10**9, threads)

@@ -33,7 +33,7 @@ from support import (
 
 import fastmha
 from fastmha import reference
-from fastmha.plan import ALGORITHMS
+from fastmha.algorithms import ALGORITHMS
 
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129)
 

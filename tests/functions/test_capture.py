@@ -15,7 +15,7 @@ from support import LAYOUTS, NAMED, draw, dtypes, in_float64, layouts, padded, s
 
 import fastmha
 from fastmha import Capture, capture, reference
-from fastmha.plan import ALGORITHMS
+from fastmha.algorithms import ALGORITHMS
 
 B, H, HKV, LQ, LK = 3, 6, 2, 37, 45
 SELECTIONS = {

@@ -8,7 +8,8 @@ from support import draw, dtypes
 
 import fastmha
 from fastmha import _core, reference
-from fastmha.plan import ALGORITHMS, choose_layout, makespan
+from fastmha.algorithms import ALGORITHMS
+from fastmha.planning import choose_layout, makespan
 
 NAMES = set(ALGORITHMS) - {"auto"}
 # (B, H, L, D) of the measured grid.

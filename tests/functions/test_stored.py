@@ -52,12 +52,8 @@ def draw(rng, dtype, storage, B=2, H=2, Hkv=1, Lq=3, Lk=65, D=16, Dv=16, layout=
     return [apart(x, layout) for x in (q, k, v)]
 
 
-RULES = ("mask", "is_causal", "offset", "key_padding_lengths", "window", "scale", "softcap")
-
-
 def make_problem(q, k, v, **keywords):
-    rules = {name: False if name == "is_causal" else None for name in RULES} | keywords
-    return validate.attention_problem(q, k, v, "BHLD", **rules)
+    return validate.attention_problem(q, k, v, "BHLD", validate.Rules(**keywords))
 
 
 def attend(name, problem, threads=1):

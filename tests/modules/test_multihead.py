@@ -12,7 +12,8 @@ from support import oracle
 
 import fastmha
 from fastmha import algorithms, reference
-from fastmha.plan import choose_layout, product_by_blas
+from fastmha.algorithms import product_by_blas
+from fastmha.planning import choose_layout
 
 D_MODEL, HEADS = 24, 4
 ALL = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")

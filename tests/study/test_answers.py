@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fastmha.plan import blas_rows
+from fastmha.algorithms import blas_rows
 from fastmha.study import cases, crossover, heads, layers
 from fastmha.study.cases import Case, Layer
 from fastmha.study.trial import ArmsDisagreeError

@@ -1,22 +1,22 @@
-"""Which algorithm runs, in which tiles, and why: pure functions of shapes, widths, dtype and kinds of mask.
+"""Which algorithm runs and why: pure functions of lengths, widths, groups, dtype and instruction set, and of what is asked for.
 
-Nothing here looks at values of q, k, v, at the batch size or at the number of threads where bits could depend on it
+Nothing here looks at values of q, k, v or of a mask, at the batch size or at the number of threads where bits could depend on it
 (a batch row's bits must not depend on its neighbours).
 """
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
 from fastmha import _core, validate
 from fastmha._core import Problem
+from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, needs_packing, tiled_whole_heads
 
-ALGORITHMS = ("auto", "blas", "tiled", "decode")
-_SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
-_MINIMUM_ROWS = 8
-_BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
+_, _TILE_KEYS, _CHUNK_KEYS, _ = _core.tile_sizes()
 # "auto" decodes up to so many query rows a key/value head, from so many bytes of a key and of all keys on: below, what an item
 # costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
 _DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
@@ -84,10 +84,11 @@ class Plan:
         return "\n".join(lines)
 
 
-def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bool = False) -> tuple[str, dict[str, str]]:
+def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bool = False) -> tuple[str, Mapping[str, str]]:
     """The algorithm for a problem, and the reasons for and against each.
 
-    Looks at lengths, widths, groups, dtype and the instruction set alone: not at the batch size, not at threads, not at values.
+    Looks at lengths, the width of keys, groups, dtype and the instruction set, and whether a backward pass or the weights are
+    wanted: not at masks, the batch size, threads or values.
     """
     _, H, Hkv, Lq, Lk, D, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
@@ -105,36 +106,39 @@ def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, dict[str, str]]:
+def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, Mapping[str, str]]:
     """`choose` for so many query rows a key/value head; whether "decode" pays there; with fused multiply-add or without."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
-    against = {}
-    if backward:
-        against["decode"] = "it has no backward pass"
-    elif weights:
-        against["decode"] = "it cannot return the weights"
-    elif rows > DECODE_ROWS_MAX:
-        against["decode"] = f"it takes at most {DECODE_ROWS_MAX} query rows a key/value head (Lq * H / Hkv), got {rows}"
-    if algorithm != "auto":
-        if algorithm in against:
-            raise ValueError(f'algorithm "{algorithm}" cannot serve this call: {against[algorithm]}')
-        return algorithm, {n: "named by the caller" if n == algorithm else f"{algorithm} was named by the caller"
-                           for n in (algorithm, *(n for n in ALGORITHMS[1:] if n != algorithm))}
-    if "decode" not in against and pays:
-        name, why = "decode", f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
+    unable = {name: _unable(record, rows, backward, weights) for name, record in BY_NAME.items()}
+    if algorithm != AUTO:
+        if unable[algorithm]:
+            raise ValueError(f'algorithm "{algorithm}" cannot serve this call: {unable[algorithm]}')
+        return algorithm, MappingProxyType({n: "named by the caller" if n == algorithm else f"{algorithm} was named by the caller"
+                                            for n in (algorithm, *(n for n in BY_NAME if n != algorithm))})
+    if pays and not unable[DECODE.name]:
+        name, why = DECODE.name, f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
     elif fused:
-        name, why = "tiled", "scores never leave the caches, O(L) memory"
+        name, why = TILED.name, "scores never leave the caches, O(L) memory"
     else:
-        name, why = "blas", "the kernels have no fused multiply-add here, BLAS may"
-    reasons = {name: why}
-    reasons.setdefault("blas", "scores pass through memory between two products")
-    lanes = "few query rows leave its lanes empty" if name == "decode" else "slower without fused multiply-add"
-    reasons.setdefault("tiled", lanes)
+        name, why = BLAS.name, "the kernels have no fused multiply-add here, BLAS may"
+    lanes = "few query rows leave its lanes empty" if name == DECODE.name else "slower without fused multiply-add"
     many = f"{rows} query rows a key/value head: arithmetic is the limit, not memory"
     small = f"for {rows} query rows a key/value head it needs more bytes of keys to pay"
-    reasons.setdefault("decode", against.get("decode", small if rows <= _DECODE_FROM[-1][0] else many))
-    return name, reasons
+    slower = {BLAS.name: "scores pass through memory between two products", TILED.name: lanes,
+              DECODE.name: small if rows <= _DECODE_FROM[-1][0] else many}
+    return name, MappingProxyType({name: why, **{n: unable[n] or slower[n] for n in BY_NAME if n != name}})
+
+
+def _unable(record: Algorithm, rows: int, backward: bool, weights: bool) -> str:
+    """Why an algorithm cannot serve a call with so many query rows a key/value head; empty if it can."""
+    if backward and record.backward is None:
+        return "it has no backward pass"
+    if weights and not record.weights:
+        return "it cannot return the weights"
+    if record.most_rows is not None and rows > record.most_rows:
+        return f"it takes at most {record.most_rows} query rows a key/value head (Lq * H / Hkv), got {rows}"
+    return ""
 
 
 @lru_cache(maxsize=1024)
@@ -153,41 +157,6 @@ def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
     if L * head_bytes < _LAYOUT_HEAD_BYTES:
         return "strided", f"heads of {L * head_bytes} bytes, below {_LAYOUT_HEAD_BYTES}: the caches hold them however they lie"
     return "contiguous", "a product for each head costs no more than one for all, and the kernels read heads from end to end"
-
-
-def tiled_whole_heads(problem: Problem, threads: int) -> int:
-    """How many of the B · Hkv key/value heads the tiled backward pass takes whole, one item each (5 products). The others
-    are what would leave threads idle at the end: they are split into many items, in two passes (7 products), where that
-    ends sooner. The bits are the same."""
-    heads = problem.shape[0] * problem.shape[2]
-    even = heads // threads * threads
-    return even if even < heads and 5 * (heads // threads) + 7 * (heads - even) / threads < 5 * -(-heads // threads) else heads
-
-
-def blas_rows(Lq: int, Lk: int, itemsize: int) -> int:
-    """Query rows in one block of scores of the "blas" algorithm."""
-    rows = _SCORE_BLOCK_BYTES // (itemsize * max(1, Lk))
-    return max(_MINIMUM_ROWS, rows // 16 * 16)
-
-
-def needs_packing(x: np.ndarray) -> bool:
-    """Whether BLAS cannot take the heads of x (B, H, L, width) where they lie: a row stride below the width (also zero
-    and negative ones) or beyond a C int."""
-    rows, width, stride = x.shape[2], x.shape[3], x.strides[2] // x.itemsize
-    return rows > 1 and width > 0 and not max(1, width) <= stride <= validate.BLAS_INT_MAX
-
-
-def product_slices(m: int, n: int) -> tuple[int, int]:
-    """(rows, columns) of the slices in which the pool takes a product with a result (m, n): by the sizes alone."""
-    rows = m if m <= 256 else 256
-    columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * 64)
-    return max(1, rows), max(1, columns)
-
-
-def product_by_blas(m: int) -> bool:
-    """Whether a product with m rows goes through BLAS: a single row is a gemv, and without fused multiply-add in the kernels
-    BLAS is at least as fast."""
-    return m == 1 or not _core.fused_multiply_add()
 
 
 def pairs(problem: Problem) -> np.ndarray:
@@ -248,17 +217,11 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
         layout = "contiguous" if contiguous else "strided", "heads are read where they lie"
     name, reasons = choose(problem, algorithm, backward)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
-    copied, shared = problem.bytes_copied, 0
-    if name == "blas":
-        rows, keys = min(blas_rows(Lq, Lk, problem.itemsize), max(1, Lq)), Lk
+    record, copied = BY_NAME[name], problem.bytes_copied
+    if record.by_blas:
         copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
-        scratch = _core.blas_scratch(problem, rows, backward)
-    elif name == "tiled":
-        rows, keys = _BLOCK_ROWS, _TILE_KEYS
-        scratch = _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0)
-    else:
-        rows, keys = Lq * (H // Hkv if Hkv else 0), _CHUNK_KEYS
-        scratch, shared = _core.decode_scratch(problem)
+    rows, keys = record.tile(problem)
+    scratch, shared = record.scratch(problem, backward, threads)
     passes = [items for items in _passes(problem, name, backward, threads, rows) if len(items)]
     used = max([1, *(min(threads, len(items)) for items in passes)])
     ideal, span = sum(float(p.sum()) for p in passes) / threads, sum(makespan(p, threads) for p in passes)
