@@ -5,27 +5,32 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     multihead.py  selfattention.py      the modules: thin faces of
             \\        /
             module.py                   fused parameters, forward, backward
-                |    \\
-                |    cache.py           KVCache: keys and values of past tokens
-                |    cached.py          the attention of the newest queries over them
-                |    /
-                |    functional.py      attention, attention_backward, merge, the textbook functions
-                |     /     |    \\
-                |    /      |   capture.py          weights of chosen heads and rows, by a second pass
-                |   /       |
-            validate.py     |           every check and message; arrays -> one Problem
-                |           |
-             plan.py  threads.py        which algorithm and tiles; how many threads, who limits BLAS
+             |    \\
+             |    cache.py              KVCache: what a caller sees of the keys and values of past tokens
+             |     |    \\
+             |    cached.py \\           the attention of the newest queries over them; the step of a module
+             |     |    \\    |
+             |     |    slots.py        where they lie: buffers, lengths, ring arithmetic, mark and roll back
+             |     |
+             |     |    functional.py   attention, attention_backward, merge, plan, the textbook functions
+             |     |     /    |   \\
+             |    merging.py  |  capture.py     two sets of keys as one; weights of chosen heads and rows, by a second pass
+             |     |          |    /
+            planning.py   threads.py    which algorithm and why; how many threads, who limits BLAS
                 |
-           algorithms.py                scratch, packing, one function a named algorithm
+           algorithms.py                a record of each algorithm: what it can do, blocks, packing, calls; products
+                |
+            validate.py                 the rules of a call, checks, the words of messages; arrays -> one Problem
                 |
              _core.pyx                  pointers and strides, the loop over heads, the GIL released
              /      \\
        _blas.pxd    csrc/               the only door to BLAS; kernels once per instruction set and dtype,
                                         the thread pool
 
+    Every file may read those below it, none one above: what takes arguments checks them by validate.py.
+
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
-    config.py (show_config), study/ (the memory-layout study and the command line)
+    config.py (show_config), study/ (the memory-layout study and its command)
 """
 from __future__ import annotations
 

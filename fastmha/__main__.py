@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from fastmha import __version__, show_config
-from fastmha.study import __main__ as study
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,14 +15,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fastmha", description="Multi-head attention on CPUs for NumPy arrays.")
     parser.add_argument("--version", action="version", version=f"fastmha {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    study.add_arguments(
-        commands.add_parser("study", help="time head layouts on this machine", description=study.DESCRIPTION))
+    of_study = commands.add_parser("study", help="time head layouts on this machine")
     commands.add_parser("config", help="print versions, kernels, BLAS and threads, for a bug report")
-    options = parser.parse_args(given)
-    if options.command == "config":
+    if "study" not in given:
+        parser.parse_args(given)        # ends here but for "config"
         show_config()
         return 0
-    return study.run(options, shlex.join(["fastmha", *given]))
+    from fastmha.study import __main__ as study  # only here: the other commands need nothing of it
+
+    of_study.description = study.DESCRIPTION
+    study.add_arguments(of_study)
+    return study.run(parser.parse_args(given), shlex.join(["fastmha", *given]))
 
 
 if __name__ == "__main__":

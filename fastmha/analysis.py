@@ -7,17 +7,20 @@ head, ``d`` d_model. A multiplication and an addition are two operations (FLOP).
 from __future__ import annotations
 
 import operator
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from fastmha import validate
+from fastmha.algorithms import BLAS, TILED
 
 __all__ = ["arithmetic_intensity", "count_flops", "count_memory_bytes", "crossover_length", "kv_cache_bytes"]
 
 
-_PER_ROW = {"blas": ("scores", None), "tiled": ("lse", 1)}      # what an algorithm keeps of a query and head; None: of each key
+# what an algorithm keeps in memory for each query and head, and how many items; None: one for each key
+_PER_ROW = MappingProxyType({BLAS.name: ("scores", None), TILED.name: ("lse", 1)})
 
 
 def _size(name: str, value: Any, least: int = 0) -> int:

@@ -106,6 +106,23 @@ def test_show_config_names_the_forced_instruction_set(tmp_path):
     assert "kernels: baseline (128-bit vectors)" in ran.stdout, ran.stderr
 
 
+def test_the_command_config_needs_nothing_of_the_study(tmp_path):
+    code = """
+        import sys
+        from fastmha.__main__ import main
+        main(["config"])
+        print([name for name in sys.modules if name.startswith("fastmha.study")])
+    """
+    ran = python(code, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_plan_is_the_function_and_no_module(tmp_path):
+    assert inspect.isfunction(fastmha.plan)
+    assert python("import fastmha.plan", tmp_path).returncode == 1
+
+
 def test_version_is_that_of_the_metadata():
     assert fastmha.__version__ == importlib.metadata.version("fastmha")
 
@@ -346,3 +363,18 @@ def test_the_map_names_every_file():
         assert f"{name.split('.')[1]}.py" in fastmha.__doc__, name
     for name in re.findall(r"(\w+)\.py\b", fastmha.__doc__):
         assert f"fastmha.{name}" in MODULES
+
+
+def test_files_import_only_what_stands_below_them_in_the_map():
+    picture = fastmha.__doc__.partition("Every file may read those below it")[0]
+    order = list(dict.fromkeys(re.findall(r"(\w+)\.py\b", picture)))
+    assert len(order) > 10
+    for i, name in enumerate(order):
+        tree = ast.parse(Path(fastmha.__file__).with_name(f"{name}.py").read_text("utf-8"))
+        read = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module == "fastmha":
+                read |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module.startswith("fastmha."):
+                read.add(node.module.split(".")[1])
+        assert read <= {"_core", *order[i + 1 :]}, name
