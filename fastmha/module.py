@@ -253,7 +253,8 @@ class AttentionModule:
     def _forward(self, X: Any, rules: Rules, need_weights: Any, training: Any, context: Any = None, cache: Any = None,
                  transform_qk: Any = None) -> Any:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
-        validate.flag("is_causal", rules.is_causal)
+        if validate.flag("is_causal", rules.is_causal) is not rules.is_causal:      # NumPy's own
+            rules = rules._replace(is_causal=bool(rules.is_causal))
         X = self._input("X", X)
         if transform_qk is not None and not callable(transform_qk):
             raise TypeError(f"transform_qk must be callable or None, got {validate.short(transform_qk)}")

@@ -73,6 +73,13 @@ def assert_same_state(state, cache):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_numpys_booleans_are_booleans(is_causal):
+    m, X = module(), normal(B, 5, D_MODEL)
+    out, wanted = (m.forward(X, cache=cache_of(m), is_causal=x, training=False) for x in (np.bool_(is_causal), is_causal))
+    assert np.array_equal(out, wanted)
+
+
 # ---------------------------------------------------------------------------------------------- cached equals uncached
 
 chunks = st.lists(st.tuples(*[st.integers(0, 7)] * B), min_size=1, max_size=8)
