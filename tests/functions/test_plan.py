@@ -7,9 +7,9 @@ import pytest
 from support import draw, dtypes
 
 import fastmha
-from fastmha import _core, reference
+from fastmha import _core, algorithms, reference, validate
 from fastmha.algorithms import ALGORITHMS
-from fastmha.planning import choose_layout, makespan
+from fastmha.planning import choose, choose_layout, makespan
 
 NAMES = set(ALGORITHMS) - {"auto"}
 # (B, H, L, D) of the measured grid.
@@ -125,6 +125,28 @@ def test_a_name_that_is_none_is_refused(rng):
     for function in (fastmha.plan, fastmha.attention):
         with pytest.raises(ValueError, match=r"algorithm must be .*, got 'flash'"):
             function(q, k, v, algorithm="flash")
+
+
+def test_no_name_stands_for_another_below_validation(rng):
+    q, k, v, _ = draw(rng)
+    problem, out = validate.attention_problem(q, k, v, "BHLD"), np.zeros(q.shape)
+    for name in ("flash", "auto"):
+        with pytest.raises(KeyError):
+            algorithms.forward(name, problem, out, None, None, 1)
+    assert not out.any()
+
+
+def test_what_calls_share_cannot_be_changed(rng):
+    q, k, v, _ = draw(rng)
+    problem = validate.attention_problem(q, k, v, "BHLD")
+    for algorithm in ALGORITHMS:
+        name, reasons = choose(problem, algorithm)
+        with pytest.raises(TypeError):
+            reasons[name] = ""
+    with pytest.raises(TypeError):
+        algorithms.BY_NAME["flash"] = algorithms.TILED
+    fastmha.plan(q, k, v).reasons.clear()  # a caller's own
+    assert fastmha.plan(q, k, v).reasons
 
 
 # ---------------------------------------------------------------------------------------------------------- the receipt
