@@ -20,7 +20,7 @@ UNIX = sys.platform != "win32"
 FLAGS = ["-O3", "-g0", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-Wno-psabi"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 CHECKED_FLAGS = [
-    "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=fast", "-pthread", "-Wno-psabi", "-DFMHA_CHECKED", *SANITIZE,
+    "-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=fast", "-pthread", "-Wno-psabi", "-DFMHA_CHECKED", *SANITIZE,
 ]
 
 
