@@ -3,13 +3,16 @@
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import pickle
+import re
 from collections import OrderedDict
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
+import fastmha
 from fastmha import _core, reference
 from fastmha.algorithms import ALGORITHMS
 
@@ -26,6 +29,25 @@ algorithms = pytest.mark.parametrize("algorithm", NAMED)
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+def normal(*shape, seed=1, dtype=np.float64):
+    """An array drawn from the normal distribution; one seed, one array."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def raises(error, message):
+    """`pytest.raises` of the whole message; "..." stands for any text."""
+    return pytest.raises(error, match=f"^{re.escape(message).replace(re.escape('...'), '.*')}$")
+
+
+def fails(call, kind, message):
+    """The error of a call: of this very type, its text somewhere as the pattern says."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert caught.type is kind, caught.value
+    assert re.search(message, str(caught.value)), f"{message!r} is not in {caught.value!s}"
+    return caught.value
 
 
 @contextmanager
@@ -57,6 +79,15 @@ def padded(x):
     return inside
 
 
+def unaligned(x):
+    """x at an address that is no multiple of its size."""
+    memory = np.empty(x.nbytes + 1, np.uint8)[1:]
+    view = memory.view(x.dtype).reshape(x.shape) if x.size else x
+    view[...] = x
+    assert not view.flags.aligned or not x.size
+    return view
+
+
 def draw(rng, B=2, H=2, Hkv=None, Lq=5, Lk=None, D=4, Dv=None, dtype=np.float64, layout="BHLD"):
     """q, k, v and a gradient of the output, in padded memory."""
     Hkv, Lk, Dv = H if Hkv is None else Hkv, Lq if Lk is None else Lk, D if Dv is None else Dv
@@ -73,6 +104,12 @@ def bits(x):
 
 def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(bits(a), bits(b))
+
+
+def assert_same(results, expected, message=""):
+    """The same arrays bit by bit."""
+    for x, y in zip(results, expected, strict=True):
+        assert same_bits(x, y), message
 
 
 def run(functions, q, k, v, g, *, threads=None, **keywords):
@@ -141,6 +178,24 @@ def assert_close(results, expected, bounds):
         beyond = ~(error <= allowed)  # also NaN
         excess = f"{name}: {beyond.sum()} of {beyond.size} errors beyond their bounds, the first "
         assert not beyond.any(), excess + f"{error[beyond][0]:.3g}, bound {allowed[beyond][0]:.3g}"
+
+
+def check(q, k, v, g, **keywords):
+    """Forward and backward against the oracle; inputs untouched, results fresh and of full shapes."""
+    inputs = [q, k, v, g]
+    before = [x.copy() for x in inputs]
+    results = run(fastmha, *inputs, **keywords)
+    for x, kept in zip(inputs, before, strict=True):
+        assert same_bits(x, kept)
+    for x in results:
+        assert x.dtype == q.dtype
+        assert x.flags.c_contiguous
+        assert x.flags.writeable
+    for x, y in itertools.product(results, [*inputs, *results]):
+        assert x is y or not np.may_share_memory(x, y)
+    assert [x.shape for x in results[2:]] == [q.shape, k.shape, v.shape]
+    assert_close(results, *oracle(*inputs, q.dtype, **keywords))
+    return results
 
 
 # Operands at which rounding has most to say: scores in the hundreds, values and keys far from 0, sizes at both ends.

@@ -3,13 +3,12 @@
 The reference sees the whole history of one row at a time; memory that was never written is NaN.
 """
 
-import re
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DTYPES, dtypes, padded, same_bits
+from support import DTYPES, dtypes, padded, raises, same_bits
 
 import fastmha
 from fastmha import KVCache, reference
@@ -329,10 +328,6 @@ ERRORS = [
     ({"need_weights": None}, TypeError, "need_weights must be True or False, got None"),
     ({"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
 ]  # fmt: skip
-
-
-def raises(error, message):
-    return pytest.raises(error, match=f"^{re.escape(message).replace(re.escape('...'), '.*')}$")
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), ERRORS, ids=[c[2] for c in ERRORS])

@@ -4,14 +4,13 @@ A sequence taken in chunks through a cache equals the same sequence at once; mem
 """
 
 import copy
-import re
 import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import dtypes, same_bits
+from support import dtypes, normal, raises, same_bits
 
 import fastmha
 from fastmha import KVCache, MultiHeadAttention, algorithms, reference
@@ -35,10 +34,6 @@ def poison():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Slots, "allocate", poisoned)
         yield
-
-
-def normal(*shape, seed=1, dtype=np.float64):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def module(dtype=np.float64, num_kv_heads=GROUPS, **keywords):
@@ -246,10 +241,6 @@ ERRORS = [
     ({"need_weights": 1}, TypeError, "need_weights must be True or False, got 1"),
     ({"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
 ]  # fmt: skip
-
-
-def raises(error, message):
-    return pytest.raises(error, match=f"^{re.escape(message).replace(re.escape('...'), '.*')}$")
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), ERRORS, ids=[c[2] for c in ERRORS])

@@ -56,28 +56,28 @@ def bound(expected, k, dtype):
 @both
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("beta", [0.0, 1.0])
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
-def test_products_in_any_slices(dtype, transposes, padding, beta, size, rng):
-    m, n, k = size
-    a, b, product = operands(rng, m, n, k, dtype, transposes, padding)
-    bias = rng.standard_normal(n).astype(dtype)
-    for alpha, with_bias, slices, threads in (
-        (1.0, None, (max(m, 1), max(n, 1)), 1),
-        (-0.5, bias, (2, 3), 2),
-        (2.0, None, (4, max(n, 1)), 1),
-        (1.0, bias, (1, 1), 2),
-        (1.0, None, (1000, 1000), 2),
-        (1.0, bias, (1, 1000), 1),
-        (1.0, bias, (1000, 1), 1),
-    ):
+def test_products_in_any_slices(dtype, transposes, padding, beta, rng):
+    cuts = (
+        (1.0, False, None, 1),
+        (-0.5, True, (2, 3), 2),
+        (2.0, False, (4, None), 1),
+        (1.0, True, (1, 1), 2),
+        (1.0, False, (1000, 1000), 2),
+        (1.0, True, (1, 1000), 1),
+        (1.0, True, (1000, 1), 1),
+    )
+    for (m, n, k), (alpha, biased, slices, threads) in itertools.product(SIZES, cuts):
+        a, b, product = operands(rng, m, n, k, dtype, transposes, padding)
+        with_bias = rng.standard_normal(n).astype(dtype) if biased else None
+        slices = (max(m, 1), max(n, 1)) if slices is None else (slices[0], slices[1] or max(n, 1))
         if m * n > 500 and slices in ((1, 1), (2, 3)):
             slices = (50, 33)
         memory = np.full((m + 1, n + padding + 1), 99, dtype)
         c = memory[:m, :n]
         c[...] = np.nan if beta == 0 else rng.standard_normal((m, n))
-        expected = alpha * product + (0 if beta == 0 else c.astype(np.float64)) + (0 if with_bias is None else bias)
+        expected = alpha * product + (0 if beta == 0 else c.astype(np.float64)) + (with_bias if biased else 0)
         _core.matmul(a, b, c, *transposes, alpha, beta, with_bias, slices, threads)
-        assert np.abs(c - expected).max(initial=0) <= bound(expected, k, dtype)
+        assert np.abs(c - expected).max(initial=0) <= bound(expected, k, dtype), (m, n, k, slices)
         assert (memory[m:] == 99).all()  # nothing is written beside c
         assert (memory[:, n:] == 99).all()
 

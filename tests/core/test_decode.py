@@ -4,12 +4,15 @@ Keys are taken in chunks of 512 and 64 at a time, so the lengths here lie around
 group. Tolerances are those of `reference.error_bounds`, as in test_attention.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import as_strided
 from support import (
     ISAS,
     assert_close,
+    assert_same,
     bits,
     draw,
     draw_ill_scaled,
@@ -18,11 +21,11 @@ from support import (
     every_isa,
     ill_scaled,
     in_float64,
-    layouts,
     oracle,
     padded,
     same_bits,
     selected,
+    unaligned,
 )
 
 import fastmha
@@ -51,11 +54,6 @@ def check(q, k, v, g, **keywords):
     return results
 
 
-def assert_same(results, others):
-    for x, y in zip(results, others, strict=True):
-        assert same_bits(x, y)
-
-
 # --------------------------------------------------------------------------------------------------- lengths and widths
 
 
@@ -67,11 +65,10 @@ def test_every_length_of_keys(isa, dtype, Lk, rng):
 
 
 @dtypes
-@layouts
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("Lq", range(1, 6))
-def test_every_number_of_rows(isa, dtype, layout, group, Lq, rng):
-    check(*draw(rng, 1, 2 * group, 2, Lq, 67, 8, 5, dtype, layout), layout=layout, is_causal=True, offset=67 - Lq)
+def test_every_number_of_rows(isa, dtype, group, Lq, rng):
+    check(*draw(rng, 1, 2 * group, 2, Lq, 67, 8, 5, dtype), is_causal=True, offset=67 - Lq)
 
 
 @dtypes
@@ -130,22 +127,23 @@ RULES = {
 }
 
 
+MASKS = [      # every rule with each kind; what lies or repeats otherwise with none and with all of them
+    *((kind, rules) for kind in ("none", "bool", "additive") for rules in RULES),
+    *((kind, rules) for kind in ("bool of keys", "bool, a step and backwards", "additive of two axes", "additive of queries",
+                                 "additive, a step and backwards") for rules in ("plain", "everything")),
+]  # fmt: skip
+
+
 @dtypes
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize(
-    "kind",
-    ["none", "bool", "bool of keys", "bool, a step and backwards", "additive", "additive of two axes",
-     "additive of queries", "additive, a step and backwards"],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "rules"), MASKS)
 def test_all_masks_together(isa, dtype, kind, rules, rng):
     check(*draw(rng, B, H, HKV, LQ, LK, 6, 5, dtype), mask=mask_of(kind, dtype, rng), **RULES[rules])
 
 
 @dtypes
-@layouts
-def test_softcap_and_scale(isa, dtype, layout, rng):
+def test_softcap_and_scale(isa, dtype, rng):
     for extra in ({"softcap": 1.5}, {"scale": -0.8}, {"scale": 0.0}, {"scale": 2, "softcap": 20.0}):
-        check(*draw(rng, 2, 4, 2, 2, 130, 7, 6, dtype, layout), layout=layout, **extra)
+        check(*draw(rng, 2, 4, 2, 2, 130, 7, 6, dtype), **extra)
 
 
 @dtypes
@@ -171,12 +169,6 @@ def steps(x):
     return np.repeat(x, 3, axis=3)[..., ::3]
 
 
-def unaligned(x):
-    view = np.empty(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
-    view[...] = x
-    return view
-
-
 STRANGE = {
     "Fortran": np.asfortranarray,
     "backwards": lambda x: x[::-1, ::-1, ::-1, ::-1],
@@ -192,39 +184,36 @@ STRANGE = {
 
 
 @dtypes
-@layouts
 @pytest.mark.parametrize("kind", STRANGE)
-def test_any_strides(dtype, layout, kind, rng):
+def test_any_strides(dtype, kind, rng):
     for D, Dv in ((8, 16), (5, 1)):
-        arrays = draw(rng, 2, 4, 2, 2, 70, D, Dv, dtype, layout)
+        arrays = draw(rng, 2, 4, 2, 2, 70, D, Dv, dtype)
         for which in ([0], [1], [2], [0, 1, 2]):
             changed = [STRANGE[kind](x) if n in which else x for n, x in enumerate(arrays)]
-            check(*changed, layout=layout)
+            check(*changed)
 
 
 @dtypes
-@layouts
-def test_out_of_any_strides_is_written_and_nothing_beside_it(isa, dtype, layout, rng):
+def test_out_of_any_strides_is_written_and_nothing_beside_it(isa, dtype, rng):
     for Dv in (1, 5, 16):
-        q, k, v, g = draw(rng, 2, 4, 2, 2, 70, 8, Dv, dtype, layout)
-        expected, _ = decode(q, k, v, layout=layout)
+        q, k, v, g = draw(rng, 2, 4, 2, 2, 70, 8, Dv, dtype)
+        expected, _ = decode(q, k, v)
         around = np.full([n + 2 for n in g.shape], np.nan, dtype)
         out = around[1:-1, 1:-1, -2:0:-1, 1:-1]
-        assert fastmha.attention(q, k, v, layout=layout, algorithm="decode", out=out) is out
+        assert fastmha.attention(q, k, v, algorithm="decode", out=out) is out
         assert same_bits(out, expected)
         out[...] = np.nan
         assert np.isnan(around).all()
 
 
 @dtypes
-@layouts
 @pytest.mark.parametrize("axes", ["B", "H", "Hkv H", "Lq", "Lk", "D", "Dv", "Lq Lk", "D Dv", "B H Hkv Lq Lk D Dv"])
-def test_empty_axes(isa, dtype, layout, axes, rng):
+def test_empty_axes(isa, dtype, axes, rng):
     sizes = {"B": 2, "H": 4, "Hkv": 2, "Lq": 3, "Lk": 65, "D": 6, "Dv": 7} | dict.fromkeys(axes.split(), 0)
-    arrays = draw(rng, **sizes, dtype=dtype, layout=layout)
+    arrays = draw(rng, **sizes, dtype=dtype)
     for keywords in ({}, {"is_causal": True, "offset": 1}, {"key_padding_lengths": [0] * sizes["B"]}, {"softcap": 1.0}):
-        out, lse = check(*arrays, layout=layout, **keywords)
-        fastmha.plan(*arrays[:3], layout=layout, algorithm="decode", **keywords)
+        out, lse = check(*arrays, **keywords)
+        fastmha.plan(*arrays[:3], algorithm="decode", **keywords)
     if sizes["Lk"] == 0:
         assert not bits(out).any()
         assert np.isneginf(lse).all()
@@ -233,11 +222,13 @@ def test_empty_axes(isa, dtype, layout, axes, rng):
 # ------------------------------------------------------------------------------------------------------------- firewall
 
 
+POISONS = (np.nan, np.inf, -np.inf)
+
+
 @dtypes
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rules", [name for name in RULES if name != "plain"])
 @pytest.mark.parametrize("kind", ["none", "bool", "additive"])
-def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, poison, rng):
+def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, rng):
     q, k, v, _ = draw(rng, B, H, HKV, LQ, LK, 6, 5, dtype)
     keywords = {"mask": mask_of(kind, dtype, rng), **RULES[rules]}
     pairs = {name: value for name, value in keywords.items() if name not in ("softcap", "scale")}
@@ -245,10 +236,11 @@ def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, poison, 
     clean = decode(q, k, v, **keywords)
     # First all keys that no row of the group attends, then a key that some rows attend.
     nobody = gone.reshape(B, HKV, -1, LK).all(axis=2)
-    k_dirty, v_dirty = padded(k), padded(v)
-    k_dirty[nobody] = v_dirty[nobody] = poison
-    assert_same(clean, decode(q, k_dirty, v_dirty, **keywords))
-    for j in (0, 64, 520):
+    for poison in POISONS:
+        k_dirty, v_dirty = padded(k), padded(v)
+        k_dirty[nobody] = v_dirty[nobody] = poison
+        assert_same(clean, decode(q, k_dirty, v_dirty, **keywords))
+    for j, poison in itertools.product((0, 64, 520), POISONS):
         k_dirty, v_dirty = padded(k), padded(v)
         k_dirty[:, :, j] = v_dirty[:, :, j] = poison
         for x, y in zip(clean, decode(q, k_dirty, v_dirty, **keywords), strict=True):
@@ -278,7 +270,7 @@ def test_an_attended_nan_reaches_exactly_its_rows(isa, dtype, operand, extra, rn
 
 
 @dtypes
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", POISONS)
 def test_one_poisoned_element_of_a_value_stays_in_its_column(isa, dtype, poison, rng):
     """In its place all over, and every other element keeps its bits, also those of the rows that attend it."""
     q, k, v, _ = draw(rng, 1, 2, 1, 2, 600, 6, 7, dtype)
@@ -343,27 +335,25 @@ problems = pytest.mark.parametrize("name", PROBLEMS)
 
 
 @dtypes
-@layouts
 @problems
-def test_n_threads_agnosticism(isa, dtype, layout, name, rng):
+def test_n_threads_agnosticism(isa, dtype, name, rng):
     shape, keywords = PROBLEMS[name]
-    q, k, v, _ = draw(rng, *shape, dtype=dtype, layout=layout)
-    one = decode(q, k, v, layout=layout, num_threads=1, **keywords)
+    q, k, v, _ = draw(rng, *shape, dtype=dtype)
+    one = decode(q, k, v, num_threads=1, **keywords)
     for threads in (2, 3, 7):
-        assert_same(one, decode(q, k, v, layout=layout, num_threads=threads, **keywords))
+        assert_same(one, decode(q, k, v, num_threads=threads, **keywords))
 
 
 @dtypes
-@layouts
 @problems
-def test_the_same_bits_from_run_to_run(isa, dtype, layout, name, rng):
+def test_the_same_bits_from_run_to_run(isa, dtype, name, rng):
     shape, keywords = PROBLEMS[name]
-    arrays = draw(rng, *shape, dtype=dtype, layout=layout)[:3]
-    first = decode(*arrays, layout=layout, **keywords)
+    arrays = draw(rng, *shape, dtype=dtype)[:3]
+    first = decode(*arrays, **keywords)
     for _ in range(3):
-        assert_same(first, decode(*[padded(x) for x in arrays], layout=layout, **keywords))
+        assert_same(first, decode(*[padded(x) for x in arrays], **keywords))
     # Where the rows lie does not matter either.
-    assert_same(first, decode(*[np.ascontiguousarray(x) for x in arrays], layout=layout, **keywords))
+    assert_same(first, decode(*[np.ascontiguousarray(x) for x in arrays], **keywords))
 
 
 @dtypes
@@ -415,10 +405,9 @@ def test_instruction_sets_agree_to_rounding(dtype, name, rng):
 
 
 @dtypes
-@layouts
-def test_decode_and_tiled_agree_to_rounding(isa, dtype, layout, rng):
-    arrays = draw(rng, 2, 4, 2, 3, 600, 16, 9, dtype, layout)
-    keywords = {"layout": layout, "is_causal": True, "offset": 590}
+def test_decode_and_tiled_agree_to_rounding(isa, dtype, rng):
+    arrays = draw(rng, 2, 4, 2, 3, 600, 16, 9, dtype)
+    keywords = {"is_causal": True, "offset": 590}
     tiled = fastmha.attention(*arrays[:3], algorithm="tiled", return_lse=True, **keywords)
     bounds = error_bounds(*in_float64(arrays, {})[0], dtype, **keywords)[:2]
     for x, y, bound in zip(decode(*arrays[:3], **keywords), tiled, bounds, strict=True):
@@ -429,13 +418,11 @@ def test_decode_and_tiled_agree_to_rounding(isa, dtype, layout, rng):
 
 
 @every_isa
-@layouts
 @pytest.mark.parametrize("Lk", [65, 600])
 @ill_scaled
 @pytest.mark.parametrize("keywords", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
-def test_float32_errs_within_the_bounds_of_the_error_analysis(isa, layout, kind, Lk, keywords, rng):
-    arrays = draw_ill_scaled(kind, rng, 2, 8, 2, 2, Lk, 64, 64, layout=layout)
-    keywords = {"layout": layout, **keywords}
+def test_float32_errs_within_the_bounds_of_the_error_analysis(isa, kind, Lk, keywords, rng):
+    arrays = draw_ill_scaled(kind, rng, 2, 8, 2, 2, Lk, 64, 64)
     expected, bounds = oracle(*arrays, np.float32, **keywords)
     assert_close(decode(*arrays[:3], **keywords), expected[:2], bounds[:2])
 

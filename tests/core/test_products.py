@@ -73,13 +73,12 @@ def test_packed_weights_give_the_bits_of_those_that_are_not(isa, dtype, k, rng):
 
 
 @dtypes
-@pytest.mark.parametrize("m", ROWS)
-def test_packed_weights_give_the_bits_for_every_number_of_rows(isa, dtype, m, rng):
-    for n, k in ((65, 257), (300, 9)):
+def test_packed_weights_give_the_bits_for_every_number_of_rows(isa, dtype, rng):
+    for m, (n, k) in itertools.product(ROWS, ((65, 257), (300, 9))):
         a, b, bias = draw(rng, m, n, k, dtype)
         expected = own(a, b, n, bias)
         assert_product(expected, a, b, bias)
-        assert same_bits(own(a, b, n, bias, algorithms.packed_weights(b), 3), expected)
+        assert same_bits(own(a, b, n, bias, algorithms.packed_weights(b), 3), expected), (m, n)
 
 
 @dtypes

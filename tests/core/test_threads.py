@@ -7,10 +7,12 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import support
 
 import fastmha
 from fastmha import _core, threads
@@ -19,11 +21,8 @@ D_MODEL, HEADS = 32, 4
 on_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 with_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+normal = partial(support.normal, dtype=np.float32)
 VARIABLES = ("FASTMHA_NUM_THREADS", "OMP_NUM_THREADS")
-
-
-def normal(*shape, seed=1, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def module(layout="auto"):

@@ -5,19 +5,21 @@ right is for test_attention, test_firewall and test_gradients, which run it as t
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
+import support
 from numpy.lib.stride_tricks import as_strided
 from support import (
     ISAS,
     assert_close,
+    assert_same,
     bits,
     draw,
     dtypes,
     error_bounds,
     in_float64,
-    layouts,
     padded,
     run,
     same_bits,
@@ -25,7 +27,7 @@ from support import (
 )
 
 import fastmha
-from fastmha import _core, reference, validate
+from fastmha import _core, validate
 
 EDGES = (63, 64, 65, 127, 129, 191, 192, 193, 383, 385)
 RULES = {
@@ -42,18 +44,7 @@ def tiled(q, k, v, **keywords):
     return fastmha.attention(q, k, v, algorithm="tiled", return_lse=True, **keywords)
 
 
-def check(*arrays, **keywords):
-    """Forward and backward against the oracle."""
-    results = run(fastmha, *arrays, algorithm="tiled", **keywords)
-    wide, keywords = in_float64(arrays, keywords)
-    bounds = error_bounds(*wide, arrays[0].dtype, **keywords)
-    assert_close(results, run(reference, *wide, **keywords), bounds)
-    return results
-
-
-def assert_same(results, others):
-    for x, y in zip(results, others, strict=True):
-        assert same_bits(x, y)
+check = partial(support.check, algorithm="tiled")
 
 
 # ------------------------------------------------------------------------------------------------ lengths at tile edges
@@ -77,12 +68,11 @@ def test_lengths_that_differ(isa, dtype, rules, Lq, Lk, rng):
 
 
 @dtypes
-@layouts
 @pytest.mark.parametrize(("group", "Lq"), [(3, 1), (64, 1), (65, 1), (3, 43), (2, 63), (5, 13), (7, 30), (3, 65)])
-def test_stacked_rows_that_cross_heads_within_a_block(isa, dtype, layout, group, Lq, rng):
-    arrays = draw(rng, 2, 2 * group, 2, Lq, 70, 5, 4, dtype, layout)
+def test_stacked_rows_that_cross_heads_within_a_block(isa, dtype, group, Lq, rng):
+    arrays = draw(rng, 2, 2 * group, 2, Lq, 70, 5, 4, dtype)
     mask = rng.random((2, 2 * group, Lq, 70)) < 0.3
-    check(*arrays, layout=layout, is_causal=True, offset=np.array([70 - Lq, 9]), mask=mask)
+    check(*arrays, is_causal=True, offset=np.array([70 - Lq, 9]), mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
@@ -182,12 +172,11 @@ SPLIT_CASES = {
 
 
 @dtypes
-@layouts
 @pytest.mark.parametrize("name", SPLIT_CASES)
-def test_two_passes_give_the_gradients_of_one_bit_for_bit(isa, dtype, layout, name, rng):
+def test_two_passes_give_the_gradients_of_one_bit_for_bit(isa, dtype, name, rng):
     shape, keywords = SPLIT_CASES[name]
-    keywords = {"layout": layout, **keywords}
-    arrays = draw(rng, *shape, dtype=dtype, layout=layout)
+    keywords = {**keywords}
+    arrays = draw(rng, *shape, dtype=dtype)
     out, lse = tiled(*arrays[:3], **keywords)
     whole = gradients(arrays, out, lse, False, 1, **keywords)
     for x in whole:

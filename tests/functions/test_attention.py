@@ -18,6 +18,7 @@ from support import (
     NAMED,
     algorithms,
     assert_close,
+    check,
     draw,
     draw_ill_scaled,
     dtypes,
@@ -29,6 +30,7 @@ from support import (
     run,
     same_bits,
     selected,
+    unaligned,
 )
 
 import fastmha
@@ -38,65 +40,40 @@ from fastmha.algorithms import ALGORITHMS
 LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129)
 
 
-def check(q, k, v, g, **keywords):
-    """Forward and backward against the oracle; inputs untouched, results fresh and of full shapes."""
-    inputs = [q, k, v, g]
-    before = [x.copy() for x in inputs]
-    results = run(fastmha, *inputs, **keywords)
-    for x, kept in zip(inputs, before, strict=True):
-        assert same_bits(x, kept)
-    for x in results:
-        assert x.dtype == q.dtype
-        assert x.flags.c_contiguous
-        assert x.flags.writeable
-    for x, y in itertools.product(results, [*inputs, *results]):
-        assert x is y or not np.may_share_memory(x, y)
-    assert [x.shape for x in results[2:]] == [q.shape, k.shape, v.shape]
-    assert_close(results, *oracle(*inputs, q.dtype, **keywords))
-    return results
-
-
 # --------------------------------------------------------------------------------------------------- lengths and widths
 
 
 @dtypes
-@layouts
 @algorithms
-@pytest.mark.parametrize(
-    ("Lq", "Lk"), [*zip(LENGTHS, LENGTHS, strict=True), *zip(LENGTHS, LENGTHS[7:] + LENGTHS[:7], strict=True)]
-)
-def test_every_length(isa, dtype, layout, algorithm, Lq, Lk, rng):
-    check(*draw(rng, 1, 2, 2, Lq, Lk, 8, 8, dtype, layout), layout=layout, algorithm=algorithm)
+@pytest.mark.parametrize(("Lq", "other"), [*zip(LENGTHS, LENGTHS[7:] + LENGTHS[:7], strict=True)])
+def test_every_length(isa, dtype, algorithm, Lq, other, rng):
+    for Lk in (Lq, other):
+        check(*draw(rng, 1, 2, 2, Lq, Lk, 8, 8, dtype), algorithm=algorithm)
 
 
 @dtypes
-@layouts
 @algorithms
 @pytest.mark.parametrize(
     ("D", "Dv"), [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2), (7, 16), (16, 7), (17, 31), (33, 64), (64, 65), (0, 3)]
 )
-def test_every_width(isa, dtype, layout, algorithm, D, Dv, rng):
-    check(*draw(rng, 2, 2, 1, 9, 11, D, Dv, dtype, layout), layout=layout, algorithm=algorithm)
+def test_every_width(isa, dtype, algorithm, D, Dv, rng):
+    check(*draw(rng, 2, 2, 1, 9, 11, D, Dv, dtype), algorithm=algorithm)
 
 
 @dtypes
-@layouts
 @algorithms
 @pytest.mark.parametrize(("H", "Hkv"), [(1, 1), (3, 3), (4, 2), (6, 2), (5, 1)])
-def test_grouped_heads_read_their_own_keys(dtype, layout, algorithm, H, Hkv, rng):
-    check(
-        *draw(rng, 2, H, Hkv, 6, 7, 4, 3, dtype, layout), layout=layout, algorithm=algorithm, is_causal=True, offset=1
-    )
+def test_grouped_heads_read_their_own_keys(dtype, algorithm, H, Hkv, rng):
+    check(*draw(rng, 2, H, Hkv, 6, 7, 4, 3, dtype), algorithm=algorithm, is_causal=True, offset=1)
 
 
 @dtypes
-@layouts
 @algorithms
-def test_many_blocks_of_rows(isa, dtype, layout, algorithm, rng):
+def test_many_blocks_of_rows(isa, dtype, algorithm, rng):
     """So many keys that the queries are taken in several blocks, the last one short."""
-    arrays = draw(rng, 1, 2, 1, 67, 2050, 5, 6, dtype, layout)
-    check(*arrays, layout=layout, algorithm=algorithm, is_causal=True, offset=1985, window=(700, None))
-    check(*arrays, layout=layout, algorithm=algorithm, softcap=3.0)
+    arrays = draw(rng, 1, 2, 1, 67, 2050, 5, 6, dtype)
+    check(*arrays, algorithm=algorithm, is_causal=True, offset=1985, window=(700, None))
+    check(*arrays, algorithm=algorithm, softcap=3.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- masks
@@ -134,14 +111,6 @@ def masks(dtype):
     }
 
 
-def unaligned(x):
-    memory = np.empty(x.nbytes + 1, np.uint8)[1:]
-    view = memory.view(x.dtype).reshape(x.shape) if x.size else x
-    view[...] = x
-    assert not view.flags.aligned or not x.size
-    return view
-
-
 BANDS = {
     "none": {},
     "causal": {"is_causal": True, "offset": 0},
@@ -177,19 +146,25 @@ def test_every_mask(isa, dtype, algorithm, kind, rng):
 
 
 @dtypes
-@layouts
 @algorithms
 @pytest.mark.parametrize("band", BANDS)
-def test_every_band_and_padding(isa, dtype, layout, algorithm, band, rng):
-    check(*draw(rng, B, H, 2, LQ, LK, 5, 3, dtype, layout), layout=layout, algorithm=algorithm, **BANDS[band])
+def test_every_band_and_padding(isa, dtype, algorithm, band, rng):
+    check(*draw(rng, B, H, 2, LQ, LK, 5, 3, dtype), algorithm=algorithm, **BANDS[band])
+
+
+TOGETHER = [      # every two of them meet
+    (band, kind, extra)
+    for a, band in enumerate(("none", "causal to the end", "padding, causal, window"))
+    for b, kind in enumerate(("none", "bool of four axes", "additive of four axes", "additive with a step"))
+    for c, extra in enumerate(EXTRAS)
+    if (a + b + c) % 3 == 0
+]
 
 
 @dtypes
 @algorithms
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("kind", ["none", "bool of four axes", "additive of four axes", "additive with a step"])
-@pytest.mark.parametrize("band", ["none", "causal to the end", "padding, causal, window"])
-def test_masks_bands_scale_and_softcap_together(isa, dtype, algorithm, extra, kind, band, rng):
+@pytest.mark.parametrize(("band", "kind", "extra"), TOGETHER)
+def test_masks_bands_scale_and_softcap_together(isa, dtype, algorithm, band, kind, extra, rng):
     check(
         *draw(rng, B, H, 2, LQ, LK, 5, 3, dtype),
         algorithm=algorithm,
@@ -221,29 +196,24 @@ def test_auto_is_one_of_the_named_algorithms(rng):
 
 
 @every_isa
-@layouts
 @algorithms
 @ill_scaled
 @pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"softcap": 5.0}], ids=["plain", "causal", "softcap"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_float32_errs_within_the_bounds_of_the_error_analysis(isa, layout, algorithm, kind, keywords, seed):
-    arrays = draw_ill_scaled(kind, np.random.default_rng(seed), 2, 4, 2, 65, 65, 64, 64, layout=layout)
-    keywords = {**keywords, "layout": layout}
+def test_float32_errs_within_the_bounds_of_the_error_analysis(isa, algorithm, kind, keywords, rng):
+    arrays = draw_ill_scaled(kind, rng, 2, 4, 2, 65, 65, 64, 64)
     assert_close(run(fastmha, *arrays, algorithm=algorithm, **keywords), *oracle(*arrays, np.float32, **keywords))
 
 
-@layouts
 @algorithms
 @pytest.mark.parametrize("constant", [-1e4, -1e9, np.finfo(np.float32).min])
-def test_rows_masked_by_one_finite_number_err_by_the_rounding_of_their_scores(isa, layout, algorithm, constant, rng):
+def test_rows_masked_by_one_finite_number_err_by_the_rounding_of_their_scores(isa, algorithm, constant, rng):
     """Half of the rows: their scores are lost beside it. In the others it only removes keys."""
-    arrays = draw(rng, 2, 4, 2, 40, 70, 16, 16, np.float32, layout)
+    arrays = draw(rng, 2, 4, 2, 40, 70, 16, 16, np.float32)
     mask = np.where(np.arange(40)[:, None] % 2, np.float32(constant), np.where(np.arange(70) % 3, np.float32(constant), 0))
-    keywords = {"layout": layout, "mask": mask.astype(np.float32)}
-    expected, bounds = oracle(*arrays, np.float32, **keywords)
-    assert_close(run(fastmha, *arrays, algorithm=algorithm, **keywords), expected, bounds)
+    expected, bounds = oracle(*arrays, np.float32, mask=mask.astype(np.float32))
+    assert_close(run(fastmha, *arrays, algorithm=algorithm, mask=mask.astype(np.float32)), expected, bounds)
     size = np.abs(expected[0]).max()
-    kept, lost = ((bounds[0] if layout == "BHLD" else bounds[0].swapaxes(1, 2))[:, :, start::2] for start in (0, 1))
+    kept, lost = (bounds[0][:, :, start::2] for start in (0, 1))
     assert kept.max() < 1e-5 * size
     assert lost.max() > 1e-4 * size
 
@@ -332,23 +302,20 @@ def shapes_of(layout, B, H, Hkv, Lq, Lk, D, Dv):
 
 
 @dtypes
-@layouts
 @algorithms
-@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "grad_out"])
 @pytest.mark.parametrize("kind", STRANGE)
-def test_any_strides(dtype, layout, algorithm, which, kind, rng):
-    for D, Dv in ((3, 4), (1, 1)):
-        shapes = shapes_of(layout, 2, 4, 2, 5, 6, D, Dv)
+def test_any_strides(dtype, algorithm, kind, rng):
+    for which, (D, Dv) in itertools.product(range(4), ((3, 4), (1, 1))):
+        shapes = shapes_of("BHLD", 2, 4, 2, 5, 6, D, Dv)
         arrays = [strange(kind if n == which else "contiguous", rng, shape, dtype) for n, shape in enumerate(shapes)]
-        check(*arrays, layout=layout, algorithm=algorithm)
+        check(*arrays, algorithm=algorithm)
 
 
-@layouts
 @algorithms
 @pytest.mark.parametrize("kind", STRANGE)
-def test_all_inputs_strange_at_once(isa, layout, algorithm, kind, rng):
-    arrays = [strange(kind, rng, shape, np.float32) for shape in shapes_of(layout, 2, 4, 2, 20, 21, 17, 9)]
-    check(*arrays, layout=layout, algorithm=algorithm, is_causal=True, offset=1)
+def test_all_inputs_strange_at_once(isa, algorithm, kind, rng):
+    arrays = [strange(kind, rng, shape, np.float32) for shape in shapes_of("BHLD", 2, 4, 2, 20, 21, 17, 9)]
+    check(*arrays, algorithm=algorithm, is_causal=True, offset=1)
 
 
 def test_one_array_may_be_all_three(rng):
@@ -364,15 +331,14 @@ def test_lists_are_arrays_of_float64():
 
 
 @dtypes
-@layouts
 @algorithms
 @pytest.mark.parametrize("axes", ["B", "H", "Hkv H", "Lq", "Lk", "D", "Dv", "Lq Lk", "D Dv", "B H Hkv Lq Lk D Dv"])
-def test_empty_axes(isa, dtype, layout, algorithm, axes, rng):
+def test_empty_axes(isa, dtype, algorithm, axes, rng):
     sizes = {"B": 2, "H": 4, "Hkv": 2, "Lq": 3, "Lk": 5, "D": 6, "Dv": 7} | dict.fromkeys(axes.split(), 0)
-    arrays = draw(rng, **sizes, dtype=dtype, layout=layout)
+    arrays = draw(rng, **sizes, dtype=dtype)
     for keywords in ({}, {"is_causal": True, "offset": 1}, {"key_padding_lengths": [0] * sizes["B"]}, {"softcap": 1.0}):
-        out, lse, _, grad_k, grad_v = check(*arrays, layout=layout, algorithm=algorithm, **keywords)
-        fastmha.plan(*arrays[:3], layout=layout, algorithm=algorithm, backward=True, **keywords)
+        out, lse, _, grad_k, grad_v = check(*arrays, algorithm=algorithm, **keywords)
+        fastmha.plan(*arrays[:3], algorithm=algorithm, backward=True, **keywords)
     if sizes["Lk"] == 0:
         assert not out.any()
         assert np.isneginf(lse).all()
@@ -392,7 +358,6 @@ def test_without_keys_width_the_keys_share_equally(rng):
 
 
 @dtypes
-@layouts
 @algorithms
 @pytest.mark.parametrize(
     "kind",
@@ -409,14 +374,14 @@ def test_without_keys_width_the_keys_share_equally(rng):
         "complex part",
     ],
 )
-def test_out_is_written_and_returned(dtype, layout, algorithm, kind, rng):
-    q, k, v, g = draw(rng, 2, 4, 2, 5, 6, 3, 4, dtype, layout)
-    expected, expected_lse = fastmha.attention(q, k, v, layout=layout, algorithm=algorithm, return_lse=True)
+def test_out_is_written_and_returned(dtype, algorithm, kind, rng):
+    q, k, v, g = draw(rng, 2, 4, 2, 5, 6, 3, 4, dtype)
+    expected, expected_lse = fastmha.attention(q, k, v, algorithm=algorithm, return_lse=True)
     out = strange(kind, rng, g.shape, dtype)
-    assert fastmha.attention(q, k, v, layout=layout, algorithm=algorithm, out=out) is out
+    assert fastmha.attention(q, k, v, algorithm=algorithm, out=out) is out
     assert same_bits(out, expected)
     out[...] = np.nan
-    returned, lse = fastmha.attention(q, k, v, layout=layout, algorithm=algorithm, out=out, return_lse=True)
+    returned, lse = fastmha.attention(q, k, v, algorithm=algorithm, out=out, return_lse=True)
     assert returned is out
     assert same_bits(out, expected)
     assert same_bits(lse, expected_lse)

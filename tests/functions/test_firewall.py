@@ -5,7 +5,7 @@ Bits are compared as integers, so NaN equals NaN and 0 differs from -0.
 
 import numpy as np
 import pytest
-from support import algorithms, bits, draw, dtypes, layouts, padded, run, same_bits
+from support import algorithms, bits, draw, dtypes, padded, run, same_bits
 
 import fastmha
 from fastmha import reference
@@ -49,30 +49,23 @@ KINDS = {
 EXTRAS = {"plain": {}, "softcap": {"softcap": 2.0}}
 kinds = pytest.mark.parametrize("kind", KINDS)
 extras = pytest.mark.parametrize("extra", EXTRAS)
-poisons = pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+POISONS = (np.nan, np.inf, -np.inf)
+poisons = pytest.mark.parametrize("poison", POISONS)
 
 
-def problem(rng, dtype, layout, kind, extra, D=5, Dv=3):
+def problem(rng, dtype, kind, extra):
     """Arguments of a call, and which pairs are removed, (B, H, Lq, Lk)."""
-    arrays = draw(rng, B, H, HKV, LQ, LK, D, Dv, dtype, layout)
+    arrays = draw(rng, B, H, HKV, LQ, LK, 5, 3, dtype)
     rules = KINDS[kind](rng, dtype)
     gone = np.broadcast_to(reference.removed(LQ, LK, **rules), (B, H, LQ, LK))
     assert gone.any()
     assert not gone.all()
-    return arrays, {"layout": layout, **rules, **EXTRAS[extra]}, gone
+    return arrays, {**rules, **EXTRAS[extra]}, gone
 
 
-def by_head(x, layout):
-    return x if layout == "BHLD" or x.ndim == 3 else x.swapaxes(1, 2)
-
-
-def all_by_head(results, layout):
-    return [by_head(x, layout) for x in results]
-
-
-def poisoned(x, layout, b, h, i, poison):
+def poisoned(x, b, h, i, poison):
     changed = padded(x)  # the strides of x: others may round otherwise
-    by_head(changed, layout)[b, h, i] = poison
+    changed[b, h, i] = poison
     return changed
 
 
@@ -81,36 +74,24 @@ def equal_where(a, b, rows):
     return np.array_equal(bits(a)[rows], bits(b)[rows])
 
 
-def samples(gone):
-    """Some (b, kv head, j), the empty and the busy keys among them."""
-    return [(0, 0, 0), (0, 1, 7), (0, 0, LK - 1), (1, 1, 3), (1, 0, 8), (0, 1, 5)]
+def poisonings(kind, places):
+    """Every poison at two or more of the places, by turns: over the kinds, each at each."""
+    turn = list(KINDS).index(kind)
+    return [(POISONS[(n + turn) % 3], place) for n, place in enumerate(places)]
 
 
 # ----------------------------------------------------------------------------------------- removed: not one bit changes
 
 
 @dtypes
-@layouts
 @algorithms
 @kinds
 @extras
-@poisons
-def test_a_removed_key_and_value_change_no_bit_of_the_rows(dtype, layout, algorithm, kind, extra, poison, rng):
-    (q, k, v, g), keywords, gone = problem(rng, dtype, layout, kind, extra)
-    clean = all_by_head(run(fastmha, q, k, v, g, algorithm=algorithm, **keywords), layout)
-    for b, n, j in samples(gone):
-        dirty = all_by_head(
-            run(
-                fastmha,
-                q,
-                poisoned(k, layout, b, n, j, poison),
-                poisoned(v, layout, b, n, j, poison),
-                g,
-                algorithm=algorithm,
-                **keywords,
-            ),
-            layout,
-        )
+def test_a_removed_key_and_value_change_no_bit_of_the_rows(dtype, algorithm, kind, extra, rng):
+    (q, k, v, g), keywords, gone = problem(rng, dtype, kind, extra)
+    clean = run(fastmha, q, k, v, g, algorithm=algorithm, **keywords)
+    for poison, (b, n, j) in poisonings(kind, [(0, 0, 0), (0, 1, 7), (0, 0, LK - 1), (1, 1, 3), (1, 0, 8), (0, 1, 5)]):
+        dirty = run(fastmha, q, poisoned(k, b, n, j, poison), poisoned(v, b, n, j, poison), g, algorithm=algorithm, **keywords)
         members = slice(n * GROUP, (n + 1) * GROUP)
         safe = np.ones((B, H, LQ), bool)
         safe[b, members] = gone[b, members, :, j]
@@ -127,21 +108,17 @@ def test_a_removed_key_and_value_change_no_bit_of_the_rows(dtype, layout, algori
 
 
 @dtypes
-@layouts
 @algorithms
 @kinds
 @extras
-@poisons
-def test_a_query_and_its_gradient_change_no_bit_of_the_keys_it_does_not_attend(
-    dtype, layout, algorithm, kind, extra, poison, rng
-):
-    (q, k, v, g), keywords, gone = problem(rng, dtype, layout, kind, extra)
-    clean = all_by_head(run(fastmha, q, k, v, g, algorithm=algorithm, **keywords), layout)
-    for b, h, i in [(0, 0, 0), (0, 3, 4), (1, 1, LQ - 1), (1, 2, 5)]:
-        for which in ("q", "grad_out", "both"):
-            q_dirty = q if which == "grad_out" else poisoned(q, layout, b, h, i, poison)
-            g_dirty = g if which == "q" else poisoned(g, layout, b, h, i, poison)
-            dirty = all_by_head(run(fastmha, q_dirty, k, v, g_dirty, algorithm=algorithm, **keywords), layout)
+def test_a_query_and_its_gradient_change_no_bit_of_the_keys_it_does_not_attend(dtype, algorithm, kind, extra, rng):
+    (q, k, v, g), keywords, gone = problem(rng, dtype, kind, extra)
+    clean = run(fastmha, q, k, v, g, algorithm=algorithm, **keywords)
+    for which in ("q", "grad_out", "both"):
+        for poison, (b, h, i) in poisonings(kind, [(0, 0, 0), (0, 3, 4), (1, 1, LQ - 1), (1, 2, 5)]):
+            q_dirty = q if which == "grad_out" else poisoned(q, b, h, i, poison)
+            g_dirty = g if which == "q" else poisoned(g, b, h, i, poison)
+            dirty = run(fastmha, q_dirty, k, v, g_dirty, algorithm=algorithm, **keywords)
             others = np.ones((B, H, LQ), bool)
             others[b, h, i] = gone[b, h, i].all()  # an empty row belongs to nobody, not even to itself
             for name, x, y in zip(("out", "lse", "grad_q"), clean, dirty, strict=False):
@@ -156,20 +133,18 @@ def test_a_query_and_its_gradient_change_no_bit_of_the_keys_it_does_not_attend(
 @algorithms
 @pytest.mark.parametrize(("D", "Dv"), [(1, 1), (8, 1), (1, 8), (16, 33)])
 @pytest.mark.parametrize("Lq", [1, 2, 17])
-@layouts
-@extras
-def test_the_firewall_holds_in_every_kind_of_product(isa, dtype, algorithm, D, Dv, Lq, layout, extra, rng):
+def test_the_firewall_holds_in_every_kind_of_product(isa, dtype, algorithm, D, Dv, Lq, rng):
     """Single rows and columns go through other BLAS functions than blocks do."""
     Lk = 19
-    q, k, v, g = draw(rng, 2, 2, 1, Lq, Lk, D, Dv, dtype, layout)
+    q, k, v, g = draw(rng, 2, 2, 1, Lq, Lk, D, Dv, dtype)
     mask = np.zeros((1, 1, Lq, Lk), bool)
     mask[..., ::3] = True
-    keywords = {"layout": layout, "algorithm": algorithm, "mask": mask, **EXTRAS[extra]}
+    keywords = {"algorithm": algorithm, "mask": mask}
     clean = run(fastmha, q, k, v, g, **keywords)
-    for poison in (np.nan, -np.inf):
+    for poison in POISONS:
         k_dirty, v_dirty = padded(k), padded(v)
-        by_head(k_dirty, layout)[:, :, ::3] = poison
-        by_head(v_dirty, layout)[:, :, ::3] = poison
+        k_dirty[:, :, ::3] = poison
+        v_dirty[:, :, ::3] = poison
         for x, y in zip(clean, run(fastmha, q, k_dirty, v_dirty, g, **keywords), strict=True):
             assert same_bits(x, y)
 
@@ -215,51 +190,47 @@ def test_weights_of_removed_keys_are_zero_whatever_the_keys_hold(dtype, algorith
 
 
 @dtypes
-@layouts
 @algorithms
 @kinds
 @extras
-@pytest.mark.parametrize("operand", ["k", "v", "q", "grad_out"])
-def test_an_attended_nan_reaches_all_that_attend_it_and_nothing_else(
-    dtype, layout, algorithm, kind, extra, operand, rng
-):
-    arrays, keywords, gone = problem(rng, dtype, layout, kind, extra)
+def test_an_attended_nan_reaches_all_that_attend_it_and_nothing_else(dtype, algorithm, kind, extra, rng):
+    clean, keywords, gone = problem(rng, dtype, kind, extra)
     b, h, i, n, j = 0, 1, 5, 0, 4  # query (b, h, i), key (b, n, j)
-    which = ("q", "k", "v", "grad_out").index(operand)
-    arrays[which] = poisoned(arrays[which], layout, b, *((h, i) if operand in ("q", "grad_out") else (n, j)), np.nan)
-    out, lse, grad_q, grad_k, grad_v = all_by_head(run(fastmha, *arrays, algorithm=algorithm, **keywords), layout)
-    rows = np.zeros((B, H, LQ), bool)  # the queries that meet it
-    if operand in ("k", "v"):
-        rows[b, n * GROUP : (n + 1) * GROUP] = ~gone[b, n * GROUP : (n + 1) * GROUP, :, j]
-    else:
-        rows[b, h, i] = not gone[b, h, i].all()
-    keys = np.zeros((B, HKV, LK), bool)  # the keys that these attend
-    for m in range(HKV):
-        members = slice(m * GROUP, (m + 1) * GROUP)
-        keys[:, m] = (rows[:, members, :, None] & ~gone[:, members]).any(axis=(1, 2))
-    for name, x, reached in (
-        ("out", out, rows),
-        ("grad_q", grad_q, rows),
-        ("grad_k", grad_k, keys),
-        ("grad_v", grad_v, keys),
-    ):
-        if (name == "out" and operand == "grad_out") or (name == "grad_v" and operand == "v"):
-            assert np.isfinite(x).all(), name  # the output does not depend on its gradient, nor dv on v
+    for which, operand in enumerate(("q", "k", "v", "grad_out")):
+        arrays = list(clean)
+        arrays[which] = poisoned(clean[which], b, *((h, i) if operand in ("q", "grad_out") else (n, j)), np.nan)
+        out, lse, grad_q, grad_k, grad_v = run(fastmha, *arrays, algorithm=algorithm, **keywords)
+        rows = np.zeros((B, H, LQ), bool)  # the queries that meet it
+        if operand in ("k", "v"):
+            rows[b, n * GROUP : (n + 1) * GROUP] = ~gone[b, n * GROUP : (n + 1) * GROUP, :, j]
         else:
-            assert np.array_equal(np.isnan(x).all(axis=-1), reached), name
-            assert np.array_equal(np.isnan(x).any(axis=-1), reached), name
-    assert np.array_equal(np.isnan(lse), rows if operand in ("q", "k") else np.zeros_like(rows))
+            rows[b, h, i] = not gone[b, h, i].all()
+        keys = np.zeros((B, HKV, LK), bool)  # the keys that these attend
+        for m in range(HKV):
+            members = slice(m * GROUP, (m + 1) * GROUP)
+            keys[:, m] = (rows[:, members, :, None] & ~gone[:, members]).any(axis=(1, 2))
+        for name, x, reached in (
+            ("out", out, rows),
+            ("grad_q", grad_q, rows),
+            ("grad_k", grad_k, keys),
+            ("grad_v", grad_v, keys),
+        ):
+            if (name == "out" and operand == "grad_out") or (name == "grad_v" and operand == "v"):
+                assert np.isfinite(x).all(), (operand, name)  # the output does not depend on its gradient, nor dv on v
+            else:
+                assert np.array_equal(np.isnan(x).all(axis=-1), reached), (operand, name)
+                assert np.array_equal(np.isnan(x).any(axis=-1), reached), (operand, name)
+        assert np.array_equal(np.isnan(lse), rows if operand in ("q", "k") else np.zeros_like(rows)), operand
 
 
 @dtypes
-@layouts
 @algorithms
 @poisons
-def test_one_poisoned_element_of_a_value_stays_in_its_column(dtype, layout, algorithm, poison, rng):
-    q, k, v, _ = draw(rng, 1, 2, 1, 6, 6, 4, 5, dtype, layout)
-    clean = by_head(fastmha.attention(q, k, v, layout=layout, is_causal=True, algorithm=algorithm), layout)
-    by_head(v, layout)[0, 0, 3, 2] = poison
-    out = by_head(fastmha.attention(q, k, v, layout=layout, is_causal=True, algorithm=algorithm), layout)
+def test_one_poisoned_element_of_a_value_stays_in_its_column(dtype, algorithm, poison, rng):
+    q, k, v, _ = draw(rng, 1, 2, 1, 6, 6, 4, 5, dtype)
+    clean = fastmha.attention(q, k, v, is_causal=True, algorithm=algorithm)
+    v[0, 0, 3, 2] = poison
+    out = fastmha.attention(q, k, v, is_causal=True, algorithm=algorithm)
     reached = np.zeros(out.shape, bool)
     reached[:, :, 3:, 2] = True
     assert np.array_equal(out[reached], np.full(reached.sum(), poison, dtype), equal_nan=True)
@@ -270,7 +241,7 @@ def test_one_poisoned_element_of_a_value_stays_in_its_column(dtype, layout, algo
 @algorithms
 @pytest.mark.parametrize("kind", ["boolean", "additive", "causal", "everything"])
 def test_rows_alike_in_what_is_not_finite_reach_just_who_attends_them(isa, dtype, algorithm, kind, rng):
-    arrays, keywords, gone = problem(rng, dtype, "BHLD", kind, "plain")
+    arrays, keywords, gone = problem(rng, dtype, kind, "plain")
     special = np.array([[np.inf, 1, np.inf], [np.inf, 1, np.inf], [-np.inf, np.nan, 2], [np.inf, np.inf, np.inf], [1, 2, 3]])
     v = arrays[2]
     v[:] = special[rng.integers(len(special), size=v.shape[:-1])]
@@ -282,7 +253,7 @@ def test_rows_alike_in_what_is_not_finite_reach_just_who_attends_them(isa, dtype
     assert np.array_equal(out == np.inf, up & ~nan)
     assert np.array_equal(out == -np.inf, down & ~nan)
 
-    arrays = draw(rng, B, H, HKV, LQ, LK, 5, 3, dtype, "BHLD")
+    arrays = draw(rng, B, H, HKV, LQ, LK, 5, 3, dtype)
     grad_out = arrays[3]
     grad_out[:] = special[rng.integers(len(special), size=grad_out.shape[:-1])]
     grad_v = run(fastmha, *arrays, algorithm=algorithm, **keywords)[4]
@@ -325,18 +296,17 @@ EMPTY = {
 
 
 @dtypes
-@layouts
 @algorithms
 @pytest.mark.parametrize("kind", EMPTY)
 @extras
-def test_empty_rows_are_zero_and_contribute_no_gradient(isa, dtype, layout, algorithm, kind, extra, rng):
-    q, k, v, g = draw(rng, B, H, HKV, LQ, LK, 5, 3, dtype, layout)
-    keywords = {"layout": layout, "algorithm": algorithm, **EMPTY[kind](dtype), **EXTRAS[extra]}
+def test_empty_rows_are_zero_and_contribute_no_gradient(isa, dtype, algorithm, kind, extra, rng):
+    q, k, v, g = draw(rng, B, H, HKV, LQ, LK, 5, 3, dtype)
+    keywords = {"algorithm": algorithm, **EMPTY[kind](dtype), **EXTRAS[extra]}
     rules = EMPTY[kind](dtype)
     empty = np.broadcast_to(reference.removed(LQ, LK, **rules), (B, H, LQ, LK)).all(axis=-1)
     assert empty.any()
     assert not empty.all()
-    clean = all_by_head(run(fastmha, q, k, v, g, **keywords), layout)
+    clean = run(fastmha, q, k, v, g, **keywords)
     out, lse, grad_q, _, _ = clean
     assert not bits(out)[empty].any()
     assert not bits(grad_q)[empty].any()
@@ -344,8 +314,8 @@ def test_empty_rows_are_zero_and_contribute_no_gradient(isa, dtype, layout, algo
     assert np.isfinite(lse[~empty]).all()
     for poison in (np.nan, np.inf, 1e30):  # whatever the empty rows hold
         q_dirty, g_dirty = padded(q), padded(g)
-        by_head(q_dirty, layout)[empty] = by_head(g_dirty, layout)[empty] = poison
-        for x, y in zip(clean, all_by_head(run(fastmha, q_dirty, k, v, g_dirty, **keywords), layout), strict=True):
+        q_dirty[empty] = g_dirty[empty] = poison
+        for x, y in zip(clean, run(fastmha, q_dirty, k, v, g_dirty, **keywords), strict=True):
             assert same_bits(x, y)
 
 

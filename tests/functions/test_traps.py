@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 import warnings
 from fractions import Fraction
 
@@ -11,21 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from support import algorithms, draw, same_bits
+from support import algorithms, draw, fails, same_bits
 
 import fastmha
 from fastmha import ConventionWarning, reference, threads, validate
 
 X = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
 Q = np.random.default_rng(1).standard_normal((2, 4, 5, 8)).astype(np.float32)
-
-
-def fails(call, kind, message):
-    with pytest.raises((ValueError, TypeError)) as caught:
-        call()
-    assert caught.type is kind, caught.value
-    assert re.search(message, str(caught.value)), f"{message!r} is not in {caught.value!s}"
-    return caught.value
 
 
 # ----------------------------------------------------------------------------------------------- what came, in few words

@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
+from support import normal
 
 import fastmha
 
 EPSILON = 1e-5
 B, L, LK, D_MODEL, HEADS = 2, 4, 5, 6, 2
-
-
-def normal(*shape, seed=1):
-    return np.random.default_rng(seed).standard_normal(shape)
 
 
 def central_differences(loss, x):

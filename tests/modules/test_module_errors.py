@@ -1,9 +1,11 @@
 """What the modules refuse: each message names the argument, what was expected and what came."""
 
-import re
+from functools import partial
 
 import numpy as np
 import pytest
+import support
+from support import raises
 
 import fastmha
 from fastmha import MultiHeadAttention
@@ -12,10 +14,7 @@ B, L, D_MODEL = 2, 3, 8
 ALL = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 
 
-def normal(*shape, dtype=np.float32):
-    return np.random.default_rng(1).standard_normal(shape).astype(dtype)
-
-
+normal = partial(support.normal, dtype=np.float32)
 X = normal(B, L, D_MODEL)
 CONTEXT = normal(B, 5, D_MODEL)
 
@@ -23,12 +22,6 @@ CONTEXT = normal(B, 5, D_MODEL)
 @pytest.fixture
 def m():
     return MultiHeadAttention(D_MODEL, 4, num_kv_heads=2, use_bias=True, rng=0)
-
-
-def raises(error, message):
-    """The whole message; a message that goes on is given up to "..."."""
-    pattern = re.escape(message).replace(re.escape("..."), ".*")
-    return pytest.raises(error, match=f"^{pattern}$")
 
 
 # ------------------------------------------------------------------------------------------------------- construction

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from support import assert_close as assert_close_by_element
-from support import oracle
+from support import normal, oracle
 
 import fastmha
 from fastmha import algorithms, reference
@@ -20,10 +20,6 @@ ALL = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 NAMES = {False: ALL[:4], True: ALL}
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
 both_dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
-
-
-def normal(*shape, seed=1, dtype=np.float64):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def module(d_model=D_MODEL, num_heads=HEADS, dtype=np.float64, use_bias=False, **keywords):

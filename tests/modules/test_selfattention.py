@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from support import normal
 
 import fastmha
 from fastmha import reference
@@ -27,10 +28,6 @@ MASKS = {
 WIDTHS = [(4, 7, 5), (7, 4, 13), (10, 10, 10), (1, 1, 1), (33, 2, 10)]
 both_dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 every_mask = pytest.mark.parametrize("keywords", MASKS.values(), ids=MASKS.keys())
-
-
-def normal(*shape, seed=1, dtype=np.float64):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def module(d_k=4, d_v=7, d_out=5, dtype=np.float64, **keywords):

@@ -1,19 +1,14 @@
 """`transform_qk` of MultiHeadAttention: rotary positions with and without a cache, its gradient, what it may return."""
 
-import re
 
 import numpy as np
 import pytest
-from support import dtypes, same_bits
+from support import dtypes, normal, raises, same_bits
 
 from fastmha import KVCache, MultiHeadAttention, reference
 
 D_MODEL, HEADS, B, L = 16, 4, 2, 9
 GROUPS = pytest.mark.parametrize("groups", [4, 2, 1])
-
-
-def normal(*shape, seed=1, dtype=np.float64):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def module(dtype=np.float64, groups=2, **keywords):
@@ -158,10 +153,6 @@ def test_intermediates_are_what_attention_saw():
 
 
 # ----------------------------------------------------------------------------------------------------------------- errors
-
-
-def raises(error, message):
-    return pytest.raises(error, match=f"^{re.escape(message).replace(re.escape('...'), '.*')}$")
 
 
 X = normal(B, 3, D_MODEL)
