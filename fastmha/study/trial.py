@@ -68,7 +68,7 @@ class Trial:
 
 
 def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, cold: bool = False, places: int = 1,
-          **more: Any) -> Callable[[float], dict[str, Any]]:
+          before: Callable[[], object] | None = None, **more: Any) -> Callable[[float], dict[str, Any]]:
     """The `measure` of a trial that times arms.
 
     Parameters
@@ -79,6 +79,8 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
         Arms to compare: time of the first over time of the second.
     cold : bool
         Write through a buffer larger than the last-level cache before each call, so that operands come from memory.
+    before : callable, optional
+        Called before each call, untimed.
     places : int
         Prepare anew up to so often, as often as there is time: where memory comes to lie is part of what varies.
     more : values for JSON
@@ -96,7 +98,7 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
         while not parts or (len(parts) < places and (now - begin) * (1 + 1 / len(parts)) < 1.5 * seconds):
             arms = prepare()
             warm_up(arms)
-            parts.append(interleave(arms, seconds / places, flush if cold else None, MOST_ROUNDS // places))
+            parts.append(interleave(arms, seconds / places, flush if cold else before, MOST_ROUNDS // places))
             now = time.perf_counter()
         least = min(len(next(iter(part.values()))) for part in parts)
         times = {name: np.array([part[name][-least:] for part in parts]) for name in parts[0]}      # (places, rounds)
@@ -116,10 +118,10 @@ def warm_up(arms: Arms) -> None:
             return
 
 
-def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None,
-               most: int = MOST_ROUNDS) -> dict[str, np.ndarray]:
-    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up or `most` were run.
-    `before` is called before each, untimed."""
+def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None, most: int = MOST_ROUNDS,
+               least: int = LEAST_ROUNDS) -> dict[str, np.ndarray]:
+    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up and `least` were run, or
+    `most`. `before` is called before each, untimed."""
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
     end = time.perf_counter() + seconds
@@ -133,7 +135,7 @@ def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None =
             start = time.perf_counter()
             arms[name]()
             times[name].append(time.perf_counter() - start)
-        if number + 1 >= LEAST_ROUNDS and time.perf_counter() >= end:
+        if number + 1 >= least and time.perf_counter() >= end:
             break
     return {name: np.array(values) for name, values in times.items()}
 
@@ -178,3 +180,21 @@ def agree(label: str, answers: Mapping[str, Mapping[str, np.ndarray]], tolerance
             if not difference <= allowed:       # also where either is NaN
                 raise ArmsDisagreeError(f"{label}: {name} of the arms {first} and {arm} differ by {difference:.1e}, more than "
                                         f"{allowed:.1e}")
+
+
+def checked(label: str, arms: Arms, results: Mapping[str, Mapping[str, np.ndarray]], dtype: str, before: float = np.nan) -> Arms:
+    """The arms, once each that has results, the arrays that it writes, has given the same answer; what it leaves out shows as
+    what was there `before`.
+
+    Raises
+    ------
+    ArmsDisagreeError
+    """
+    answers = {}
+    for name, arrays in results.items():
+        for array in arrays.values():
+            array[...] = before
+        arms[name]()
+        answers[name] = {key: array.copy() for key, array in arrays.items()}
+    agree(label, answers, TOLERANCE[dtype])
+    return arms

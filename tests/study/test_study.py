@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from fastmha import _core
 from fastmha.__main__ import main
 from fastmha.study import __main__ as command
 from fastmha.study import cases, heads, machine, pace, questions, report, runner, trial
-from fastmha.study.answer import Answer, Picture, Table
+from fastmha.study.answer import Answer, Picture, Question, Table
 from fastmha.study.cases import DIRECTIONS, Case, Run
 from fastmha.study.trial import Trial
 
@@ -324,29 +323,28 @@ def test_the_best_time_is_the_least_after_a_first_call(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ questions
 
-@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.NAME)
+@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_a_question_has_its_texts_and_trials_with_a_label_each(question):
-    assert question.TITLE
-    assert question.QUESTION.endswith("?")
-    assert set(question.NEEDS) <= set(questions.NAMES)
+    assert question.title
+    assert question.question.endswith("?")
+    assert set(question.needs) <= set(questions.NAMES)
     for quick in (True, False):
-        trials = question.trials(quick, 2)
-        assert {t.question for t in trials} <= {question.NAME}
+        trials = [t for t in questions.trials([question], quick, 2) if t.question == question.name]
         assert len({t.label for t in trials}) == len(trials)
         for t in trials:
             assert json.loads(json.dumps(t.factors)) == t.factors
 
 
-@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.NAME)
+@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_a_question_without_records_has_no_answer(question):
     about = {**machine.describe(1, "fastmha study"), "quick": True}
-    assert question.answer({**about, "limits": {"float32": 2e9, "float64": 1e9, "read": 1e9}, "records": []}) is None
+    assert question.answered({**about, "limits": {"float32": 2e9, "float64": 1e9, "read": 1e9}, "records": []}) is None
 
 
 def test_all_questions_have_names_of_their_own():
     assert len(set(questions.NAMES)) == len(questions.ALL)
     assert questions.chosen([]) == list(questions.ALL)
-    assert questions.chosen(["heads"]) == [heads]
+    assert questions.chosen(["heads"]) == [heads.QUESTION]
 
 
 def test_the_quick_study_is_planned_for_less_than_its_limit():
@@ -741,11 +739,13 @@ WIDE = Table("Many columns", ["case", *(f"with {n} threads" for n in range(14))]
              [[LONG, *(f"{100.25 + n} ±0.1" for n in range(14))] for _ in range(2)])
 
 
-def question(answer, name="fake"):
-    module = ModuleType(name)
-    module.NAME, module.TITLE, module.QUESTION, module.NEEDS = name, f"Title of {name}", f"Is it so, {name} & <all>?", ()
-    module.answer = answer if callable(answer) else lambda found: answer
-    return module
+def question(answer, name="fake", trials=()):
+    """A question whose answer, with its pictures, is the same or what a function makes of all results, whatever was measured."""
+    class Fake(Question):
+        def answered(self, found):
+            return answer(found) if callable(answer) else answer
+
+    return Fake(name, f"Title of {name}", f"Is it so, {name} & <all>?", lambda quick, threads: list(trials), None, None)
 
 
 def full_answer(kinds=tuple(KINDS)):
@@ -943,10 +943,8 @@ def test_a_question_that_there_is_not_is_told_those_that_there_are(capsys):
 @pytest.fixture
 def study(measurements, monkeypatch, tmp_path):
     """Runs `fastmha study` with the questions "fake", whose measurements are counted, and "other"; in tmp_path/out."""
-    first, second = question(lambda found: full_answer(["bars"]) if found["records"] else None), question(None, "other")
-    first.trials = lambda quick, threads: measurements.trials
-    second.trials = lambda quick, threads: []
-    monkeypatch.setattr(questions, "ALL", (first, second))
+    first = question(lambda found: full_answer(["bars"]) if found["records"] else None, trials=measurements.trials)
+    monkeypatch.setattr(questions, "ALL", (first, question(None, "other")))
     monkeypatch.setattr(questions, "NAMES", ("fake", "other"))
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -1088,8 +1086,8 @@ def test_arms_that_disagree_end_the_study_with_status_1_and_keep_the_rest(study,
 
 
 @needs_extra
-def test_an_answer_that_fails_leaves_the_results(study):
-    questions.ALL[0].answer = lambda found: 1 / 0
+def test_an_answer_that_fails_leaves_the_results(study, measurements, monkeypatch):
+    monkeypatch.setattr(questions, "ALL", (question(lambda found: 1 / 0, trials=measurements.trials),))
     with pytest.raises(ZeroDivisionError):
         study()
     assert len(runner.read(study.out / "results.json")["records"]) == 3
