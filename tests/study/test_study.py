@@ -587,13 +587,13 @@ def test_texts_of_a_picture_lie_within_it_and_not_on_each_other(kind, panels, ro
 
 @needs_extra
 @kinds
-def test_a_picture_is_a_png_in_greys_of_readable_size(kind, draw):
+def test_a_picture_is_a_png_of_readable_size_and_heat_maps_alone_have_colours(kind, draw):
     from matplotlib.image import imread
 
     figure, path = draw(kind, KINDS[kind](2, 3))
     assert path.read_bytes().startswith(b"\x89PNG")
     pixels = imread(path)[..., :3]
-    assert np.ptp(pixels, axis=-1).max() == 0
+    assert (np.ptp(pixels, axis=-1).max() > 0) == (kind == "heat_maps")
     assert pixels.shape[1::-1] == figure.canvas.get_width_height()
     assert 800 <= pixels.shape[1] <= 1300
 
@@ -633,33 +633,49 @@ def test_cells_that_were_not_measured_are_hatched_and_the_legend_says_so(missing
     hatched = [patch for axes in figure.axes for patch in axes.patches if patch.get_hatch()]
     assert len(hatched) == sum(v is None for p in data["panels"] for row in p["values"] for v in row)
     assert bool(hatched) is missing
-    assert [t.get_text() for legend in figure.legends for t in legend.get_texts()] == ["not measured"] * missing
+    said = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
+    assert said == ["between values below 1.00 and others", *["not measured"] * missing]
 
 
 @needs_extra
-def test_texts_of_cells_have_contrast_and_greys_grow_with_the_values(draw):
+def test_texts_of_cells_have_contrast_and_shades_part_at_the_centre_with_and_without_colours(draw):
     figure, _ = draw("heat_maps", heat(1, 7, missing=False))
     axes = figure.axes[0]
     (image,) = axes.get_images()
-    greys = []
+    shades = []
     for text in axes.texts:
         column, row = map(int, text.get_position())
-        grey = image.cmap(image.norm(image.get_array()[row, column]))[0]
-        light, dark = sorted([luminance(grey), luminance({"white": 1.0, "black": 0.0}[text.get_color()])], reverse=True)
+        colour = image.cmap(image.norm(image.get_array()[row, column]))
+        light, dark = sorted([luminance(colour), {"white": 1.0, "black": 0.0}[text.get_color()]], reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5
-        greys.append((float(text.get_text().split()[0]), grey))
-    greys.sort()
-    assert [grey for _, grey in greys] == sorted((grey for _, grey in greys), reverse=True)
+        shades.append((float(text.get_text().split()[0]), *colour[:3], luminance(colour)))
+    below, above = ([shade for shade in sorted(shades) if (shade[0] < 1) == side] for side in (True, False))
+    assert all(blue > red for _, red, _, blue, _ in below)
+    assert all(red > blue for _, red, _, blue, _ in above)
+    assert [s[-1] for s in below] == sorted(s[-1] for s in below)               # from dark to pale, and on to a middle grey
+    assert [s[-1] for s in above] == sorted((s[-1] for s in above), reverse=True)
+    assert above[-1][-1] - below[0][-1] > 0.25
 
 
-def luminance(grey):
-    """Of a grey of sRGB, as the contrast of the Web Content Accessibility Guidelines takes it."""
-    return grey / 12.92 if grey <= 0.04045 else ((grey + 0.055) / 1.055) ** 2.4
+@needs_extra
+def test_a_line_runs_between_cells_on_either_side_of_the_centre(draw):
+    values = [[0.9, 1.0, None], [0.8, 0.95, 0.9]]
+    panel = {"title": "t", "columns": list("abc"), "rows": list("de"), "values": values,
+             "texts": [[str(v or "") for v in row] for row in values]}
+    figure, _ = draw("heat_maps", {**heat(1, 1), "panels": [panel]})
+    edges = {(*line.get_xdata(), *line.get_ydata()) for line in figure.axes[0].lines}
+    assert edges == {(0.5, 0.5, -0.5, 0.5), (0.5, 1.5, 0.5, 0.5)}
+
+
+def luminance(colour):
+    """As the contrast of the Web Content Accessibility Guidelines takes it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
 
 
 @needs_extra
 @pytest.mark.parametrize(("values", "centre"), [([0.9, 1.2], 1.0), ([-3.0, 1.0], 0.0), ([1.001], 1.0), ([5.0], 0.0), ([], 1.0)])
-def test_the_greys_lie_evenly_around_the_centre(values, centre):
+def test_the_shades_lie_evenly_around_the_centre(values, centre):
     from fastmha.study import plots
 
     position, value = plots._around(centre, np.array(values))
@@ -667,11 +683,11 @@ def test_the_greys_lie_evenly_around_the_centre(values, centre):
         assert -1 - 1e-12 <= position(v) <= 1 + 1e-12
         assert value(position(v)) == pytest.approx(v)
     assert position(centre) == 0
-    assert max(map(abs, map(position, values)), default=1) == pytest.approx(1) or values == [1.001]     # noise stays grey
+    assert max(map(abs, map(position, values)), default=1) == pytest.approx(1) or values == [1.001]     # noise stays pale
 
 
 @needs_extra
-def test_ratios_far_off_do_not_take_the_greys_from_the_others():
+def test_ratios_far_off_do_not_take_the_shades_from_the_others():
     from fastmha.study import plots
 
     position, value = plots._around(1.0, np.array([0.3, 0.95, 1.02]))
