@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import fastmha
 from fastmha import _core
@@ -93,13 +93,8 @@ def isa() -> str:
 # -------------------------------------------------------------------------------------------------- valgrind
 
 class Callgrind:
-    """The child under valgrind, started by the first count and shared by all: it takes seconds to start.
-
-    Raises
-    ------
-    MissingError
-        By `count`, again and again once it cannot be.
-    """
+    """The child under valgrind, started by the first count and shared by all: it takes seconds to start. `counts` raises
+    `MissingError`, again and again once nothing can be counted."""
 
     def __init__(self) -> None:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -124,27 +119,27 @@ class Callgrind:
         self.child = subprocess.Popen(["valgrind", *options, sys.executable, "-c", ENTRY], stdin=subprocess.PIPE, text=True,
                                       stdout=subprocess.PIPE, stderr=self.log, env=environment(), cwd=self.path)
 
-    def prepare(self, case: Case, direction: str) -> int:
-        """Make the arms of a case; returns where in a cache line the rows of its strided keys start."""
+    def counts(self, case: Case, direction: str, arms: Sequence[str]) -> tuple[int, list[dict[str, int]]]:
+        """Where in a cache line the rows of the strided keys of a case start, and what one call of each arm counts, from empty
+        caches."""
         try:
             if self.folder is None:
                 self.start()
-            return self._ask([asdict(case), direction])
-        except (OSError, subprocess.SubprocessError, MissingError) as error:
-            self._give_up(error)
-
-    def count(self, arm: str) -> dict[str, int]:
-        """What one call of an arm counts, from empty caches."""
-        try:
-            self._tell("instrumentation on")
-            self._ask([arm, 1])
-            self._tell("dump", "instrumentation off")
-            written, = self.path.glob("counts.*")       # the file without a number is written at the end
-            text = written.read_text(encoding="utf-8")
-            written.unlink()
-            return counted(text)
+            offset = self._ask([asdict(case), direction])
+            return offset, [self._count(arm) for arm in arms]
         except (OSError, ValueError, subprocess.SubprocessError, MissingError) as error:
-            self._give_up(error)
+            self.missing = str(error) if isinstance(error, MissingError) else f"{type(error).__name__}: {error}"
+            self.close()
+            raise MissingError(self.missing) from error
+
+    def _count(self, arm: str) -> dict[str, int]:
+        self._tell("instrumentation on")
+        self._ask([arm, 1])
+        self._tell("dump", "instrumentation off")
+        written, = self.path.glob("counts.*")       # the file without a number is written at the end
+        text = written.read_text(encoding="utf-8")
+        written.unlink()
+        return counted(text)
 
     def _ask(self, command: list[Any]) -> int:
         assert self.child.stdin is not None
@@ -166,11 +161,6 @@ class Callgrind:
                                *arguments], capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             raise MissingError(f"vgdb cannot reach Python under {self.version}: {(done.stderr or done.stdout).strip()[-200:]}")
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        self.missing = str(error) if isinstance(error, MissingError) else f"{type(error).__name__}: {error}"
-        self.close()
-        raise MissingError(self.missing) from error
 
     def close(self) -> None:
         """End the child; the next count starts another."""
@@ -197,13 +187,8 @@ def of_interpreter(path: str) -> bool:
 
 
 def counted(text: str) -> dict[str, int]:
-    """Sum the counts in a file of callgrind over the objects that are not the interpreter's.
-
-    Returns
-    -------
-    dict
-        "instructions", "D1_misses", "LL_misses" (of data, reads and writes), and "interpreter_instructions", left out.
-    """
+    """Sum the counts in a file of callgrind over the objects that are not the interpreter's: "instructions", "D1_misses",
+    "LL_misses" (of data, reads and writes), and "interpreter_instructions", left out."""
     events: list[str] = []
     sums: Counter[str] = Counter()
     every: Counter[str] = Counter()
@@ -245,11 +230,10 @@ def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[s
         found: dict[str, Any] = {"madds": madds, "row_bytes": case.row_bytes,
                                  "least_lines": case.operand_bytes(direction) // LINE}
         try:
-            offset = callgrind.prepare(case, direction)
-            counts = {arm: callgrind.count(arm) for arm in ARMS}
+            offset, each = callgrind.counts(case, direction, (*ARMS, *twice))
             found |= {"counts": {arm: {**c, "D1_per_madd": c["D1_misses"] / madds, "LL_per_madd": c["LL_misses"] / madds}
-                                 for arm, c in counts.items()},
-                      "again": {arm: callgrind.count(arm) for arm in twice},
+                                 for arm, c in zip(ARMS, each)},
+                      "again": dict(zip(twice, each[len(ARMS):])),
                       "cache": {name: dict(zip(("bytes", "ways", "line"), size)) for name, size in CACHES.items()},
                       "line_offset": offset, "isa": isa(), "valgrind": callgrind.version}
             if last:

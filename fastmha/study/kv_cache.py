@@ -94,11 +94,6 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
     del k, v
     out = {name: np.zeros((B, shape.H, 1, D), np.float32) for name in LAYOUTS}
 
-    def write(name: str, slot: int, first: int, tokens: int) -> None:
-        for k, v in pairs[name]:
-            k[:, :, slot:slot + tokens] = new_k[:, :, first:first + tokens]
-            v[:, :, slot:slot + tokens] = new_v[:, :, first:first + tokens]
-
     def decode(name: str, step: bool) -> Callable[[], None]:
         target, turn, token_k, token_v = out[name], count(), new_k[:, :, :1], new_v[:, :, :1]
         layers = [(k, v, problem(q, k[:, :, :Lk], v[:, :, :Lk])) for k, v in pairs[name]]
@@ -117,7 +112,9 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
         def run() -> None:
             slot = Lk + next(turn) * tokens % ROOM
             for first in range(0, tokens, each):
-                write(name, slot + first, first, each)
+                for k, v in pairs[name]:
+                    k[:, :, slot + first:slot + first + each] = new_k[:, :, first:first + each]
+                    v[:, :, slot + first:slot + first + each] = new_v[:, :, first:first + each]
         return run
 
     def library_append() -> None:
@@ -127,9 +124,10 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
                     cache.truncate(Lk)
                 cache.append(new_k[:, :, first:first + 1], new_v[:, :, first:first + 1])
 
-    kinds = {"decode": ("decode", "step"), "append": ("append",), "chunk": ("chunk",)}[work]
-    arms = {f"{name} {kind}": decode(name, kind == "step") if work == "decode" else
-            append(name, 1, TOKENS) if work == "append" else append(name, CHUNK, CHUNK) for kind in kinds for name in LAYOUTS}
+    kinds = ("decode", "step") if work == "decode" else (work,)
+    make = {"decode": lambda name: decode(name, False), "step": lambda name: decode(name, True),
+            "append": lambda name: append(name, 1, TOKENS), "chunk": lambda name: append(name, CHUNK, CHUNK)}
+    arms = {f"{name} {kind}": make[kind](name) for kind in kinds for name in LAYOUTS}
     if work == "append":
         arms["KVCache.append"] = library_append
     for kind in kinds:      # what an arm wrote, from zeros, in the last layer; what it read is the same in all

@@ -115,15 +115,9 @@ def free_bytes() -> int | None:
 
 
 def measure(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
-    """Run a work in a process of its own.
-
-    Returns
-    -------
-    dict
-        "counted_bytes", "components" (counted), "held_bytes" (counted, of what the library holds), "scratch_bytes" (planned,
-        not counted), "flops", and either "peak_bytes" and "seconds" {"best", "median", "low", "high", "calls"}, or "missing":
-        why they could not be measured.
-    """
+    """Run a work in a process of its own: "counted_bytes", "components" (counted), "held_bytes" (counted, of what the library
+    holds), "scratch_bytes" (planned, not counted), "flops", and either "peak_bytes" and "seconds" {"best", "median", "low",
+    "high", "calls"}, or "missing": why they could not be measured."""
     components = dict(work.counted)
     about = {"counted_bytes": components.pop("total"), "components": components, "held_bytes": work.held,
              "scratch_bytes": work.scratch(num_threads), "flops": work.flops}
@@ -274,7 +268,8 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
     measured, d_model, H = measured_of(records), records[0]["factors"]["d_model"], records[0]["factors"]["H"]
     series = {arm: of_arm(measured, arm) for arm in ARMS}
     short = " ".join(filter(None, (agreement(measured), growth_sentence(series), blocks_sentence(measured),
-                                   crossover_sentence(d_model))))
+                                   f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for "
+                                   f"d_model {d_model} at {analysis.crossover_length(d_model)}.")))
     method = (
         "Counted: fastmha.analysis, every array of a layer once, float32, no bias, no mask. Measured: one call of "
         "MultiHeadAttention in a process of its own: the peak of its resident memory above what was resident before weights and "
@@ -372,37 +367,31 @@ def blocks_sentence(measured: Sequence[Record]) -> str:
             f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
 
 
-def crossover_sentence(d_model: int) -> str:
-    return (f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for d_model {d_model} at "
-            f"{analysis.crossover_length(d_model)}.")
-
-
 def row_name(record: Record) -> str:
     return f"{record['factors']['arm']}, L {record['factors']['L']}"
 
 
+def bytes_of(name: str) -> Callable[[Record], str]:
+    return lambda r: bytes_text(r[name]) if name in r else ""
+
+
 def memory_table(shape: str, own: Sequence[Record]) -> Table:
+    def verdict(r: Record) -> str:
+        return "small" if r["counted_bytes"] < DOMINATES else "yes" if within(r) else "NO"
+
     return table(f"Peak memory, {shape}", own, {
-        "": row_name, "counted": lambda r: bytes_text(r["counted_bytes"]), "measured": peak_text,
+        "": row_name, "counted": bytes_of("counted_bytes"), "measured": bytes_of("peak_bytes"),
         "ratio": lambda r: "" if "missing" in r else f"{ratio(r):.2f}",
-        f"within {TOLERANCE:.0%}": lambda r: r.get("missing") or verdict(r), "scratch": lambda r: bytes_text(r["scratch_bytes"])},
+        f"within {TOLERANCE:.0%}": lambda r: r.get("missing") or verdict(r), "scratch": bytes_of("scratch_bytes")},
         f"small: counted below {bytes_text(DOMINATES)}, not judged. weights: the score matrices are asked for, and so "
         "materialised. training: forward and backward. scratch: planned, of all threads, not counted.")
 
 
-def peak_text(record: Record) -> str:
-    return "" if "missing" in record else bytes_text(record["peak_bytes"])
-
-
-def verdict(record: Record) -> str:
-    """Of a record that was measured."""
-    return "small" if record["counted_bytes"] < DOMINATES else "yes" if within(record) else "NO"
-
-
 def blocks_table(shape: str, own: Sequence[Record]) -> Table:
     return table(f"Peak memory of blas without weights, {shape}", own, {
-        "": row_name, "textbook": lambda r: bytes_text(r["counted_bytes"]), "no scores": lambda r: bytes_text(r["held_bytes"]),
-        "measured": peak_text, "ratio": lambda r: r.get("missing") or f"{r['peak_bytes'] / r['held_bytes']:.2f}"},
+        "": row_name, "textbook": bytes_of("counted_bytes"), "no scores": bytes_of("held_bytes"),
+        "measured": bytes_of("peak_bytes"),
+        "ratio": lambda r: r.get("missing") or f"{r['peak_bytes'] / r['held_bytes']:.2f}"},
         "Where nobody asks for weights, blas computes scores in blocks that stay in the caches and keeps none: textbook is the "
         "count with score matrices, no scores the count without; ratio: measured over the latter.")
 
@@ -428,16 +417,19 @@ def analysis_lengths(d_model: int) -> list[int]:
 
 
 def analysis_table(d_model: int, H: int) -> Table:
-    rows = []
-    for L in analysis_lengths(d_model):
-        parts = flop_parts(1, L, d_model, H)
-        rows.append((f"{L}", *(f"{n / 1e9:.3g}" for n in parts.values()),
-                     f"{(parts['attention'] + parts['softmax']) / sum(parts.values()):.0%}",
-                     *(f"{analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name):.0f}" for name in ("blas", "tiled"))))
-    return Table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32",
-                 ("L", "projections", "attention", "softmax", "share", "blas", "tiled"), rows,
-                 "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; "
-                 "FLOP/byte with scores in memory (blas) and without (tiled).")
+    def intensity(algorithm: str) -> Callable[[Record], str]:
+        return lambda r: f"{analysis.arithmetic_intensity(1, r['L'], d_model, H, algorithm=algorithm):.0f}"
+
+    def operations(part: str) -> Callable[[Record], str]:
+        return lambda r: f"{r['parts'][part] / 1e9:.3g}"
+
+    counted = [{"L": L, "parts": flop_parts(1, L, d_model, H)} for L in analysis_lengths(d_model)]
+    return table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32", counted, {
+        "L": lambda r: f"{r['L']}", **{part: operations(part) for part in ("projections", "attention", "softmax")},
+        "share": lambda r: f"{1 - r['parts']['projections'] / sum(r['parts'].values()):.0%}",
+        **{name: intensity(name) for name in ("blas", "tiled")}},
+        "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; FLOP/byte with "
+        "scores in memory (blas) and without (tiled).")
 
 
 def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
@@ -486,20 +478,19 @@ def factors_text(factors: Mapping[str, Any]) -> str:
 
 def components_picture(measured: Sequence[Record]) -> Picture:
     """Of each arm the longest sequence that all of them have, else its own longest."""
-    arms = list(dict.fromkeys(r["factors"]["arm"] for r in measured))
-    by_arm = {arm: of_arm(measured, arm) for arm in arms}
-    by_arm = {arm: records for arm, records in by_arm.items() if records}
-    shared = set.intersection(*({r["factors"]["L"] for r in records} for records in by_arm.values()))
+    arms = {arm: {r["factors"]["L"]: r for r in of_arm(measured, arm)} for arm in by(measured, lambda r: r["factors"]["arm"])}
+    arms = {arm: own for arm, own in arms.items() if own}
+    shared = set.intersection(*map(set, arms.values()))
     bars = []
-    for arm, records in by_arm.items():
-        record = next((r for r in records if shared and r["factors"]["L"] == max(shared)), records[-1])
-        parts = [{"name": name, "value": n / 1e6} for name, n in record["components"].items()]
-        group = f"{arm}, L {record['factors']['L']}"
-        bars += [{"label": "counted", "group": group, "parts": parts},
-                 {"label": "measured", "group": group, "parts": [{"name": "measured", "value": record["peak_bytes"] / 1e6}]}]
+    for arm, own in arms.items():
+        L = max(shared or own)
+        parts = [{"name": name, "value": n / 1e6} for name, n in own[L]["components"].items()]
+        peak = [{"name": "measured", "value": own[L]["peak_bytes"] / 1e6}]
+        bars += [{"label": label, "group": f"{arm}, L {L}", "parts": each}
+                 for label, each in (("counted", parts), ("measured", peak))]
+    title = f"Memory by component, {shape_text({arm: list(own.values()) for arm, own in arms.items()})}, float32"
     return Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights keeps "
-                   "only blocks of its scores.", "stacked_bars",
-                   {"title": f"Memory by component, {shape_text(by_arm)}, float32", "bars": bars, "x": "memory (MB)"})
+                   "only blocks of its scores.", "stacked_bars", {"title": title, "bars": bars, "x": "memory (MB)"})
 
 
 def roofline_picture(measured: Sequence[Record], found: Found) -> list[Picture]:

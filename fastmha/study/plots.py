@@ -45,9 +45,9 @@ EDGE = {"edgecolor": "black", "linewidth": 0.7}
 
 def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, shade: str,
               centre: float = 1.0) -> None:
-    """Maps side by side on one scale of shades that part at `centre`, where a line runs between the cells. A panel: {"title", "columns": texts, "rows": texts, "values":
-    rows of numbers or None where nothing was measured, "texts": the same with what each cell says}. `x`, `y`, `shade`: what
-    the axes and the shade mean, with units."""
+    """Maps side by side on one scale of shades that part at `centre`, where a line runs between the cells. A panel: {"title",
+    "columns": texts, "rows": texts, "values": rows of numbers or None where nothing was measured, "texts": the same with what
+    each cell says}. `x`, `y`, `shade`: what the axes and the shade mean, with units."""
     maps = [np.array(p["values"], dtype=float).reshape(len(p["rows"]), len(p["columns"])) for p in panels]
     position, value = _around(centre, np.concatenate([m[np.isfinite(m)] for m in maps]))
     said = [text.split("\n") for p in panels for row in p["texts"] for text in row if text]

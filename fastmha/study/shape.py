@@ -53,12 +53,7 @@ class Shape(NamedTuple):
 
 
 def parse(text: str) -> Shape:
-    """The value of ``--shape``.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError
-    """
+    """The value of ``--shape``. Raises `argparse.ArgumentTypeError`."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 4 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"must be four positive integers B,L,d_model,H such as 1,1024,768,12, got {text!r}")

@@ -33,24 +33,10 @@ class ArmsDisagreeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured, and for how long.
-
-    Attributes
-    ----------
-    question : str
-        Name of the question that it answers.
-    label : str
-        Names the trial, once within its question.
-    factors : dict
-        What is varied and what is held, plain values for JSON.
-    measure : callable
-        Called with seconds to spend, returns what was found, plain values for JSON: see `timed`.
-    seconds : float
-        Planned, all in all.
-    flops : int
-        Planned operations of every arm once; 0 where nothing is computed.
-    least : dict
-        What it does at least, however little time it is given: kinds of work, those of `pace.calibrated`, and amounts.
+    """What is measured, and for how long: `label` names the trial once within its question, `factors` are what is varied and what
+    is held. `measure` is called with seconds to spend, `seconds` as planned, and returns what was found: see `timed`. `flops` are
+    planned operations of every arm once, 0 where nothing is computed; `least` is what it does at least, however little time it is
+    given: kinds of work, those of `pace.calibrated`, and amounts. Factors and findings are plain values for JSON.
     """
 
     question: str
