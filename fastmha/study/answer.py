@@ -1,12 +1,11 @@
-"""What a question of the study comes to: sentences, tables and pictures, as data; `report` and `plots` show them."""
+"""A question of the study and what it comes to: sentences, tables and pictures, as data; `report` and `plots` show them."""
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from fastmha.study.trial import differs
+from fastmha.study.trial import Trial
 
 Record = Mapping[str, Any]      # what `Trial.record` returned
 Found = Mapping[str, Any]       # results.json: machine, limits, records
@@ -44,28 +43,63 @@ class Answer:
     pictures: Sequence[Picture] = ()
 
 
+class Question(NamedTuple):
+    """One question of the study.
+
+    Attributes
+    ----------
+    name, title, question : str
+        For ``--only``, the heading, and what is asked.
+    trials : callable
+        (quick, num_threads) -> what is measured for it; it may be nothing.
+    answer : callable
+        (records, found) -> sentences and tables from its records, of which there is one at least, and all results; None where
+        they do not suffice.
+    pictures : callable
+        (records, found) -> pictures, where there is an answer.
+    needs : names
+        Of questions whose records are among its own.
+    """
+
+    name: str
+    title: str
+    question: str
+    trials: Callable[[bool, int], Sequence[Trial]]
+    answer: Callable[[Sequence[Record], Found], Answer | None]
+    pictures: Callable[[Sequence[Record], Found], Sequence[Picture]]
+    needs: Sequence[str] = ()
+
+    def answered(self, found: Found) -> Answer | None:
+        """The answer from all results; None without its records."""
+        records = [r for r in found["records"] if r["question"] in (self.name, *self.needs)]
+        said = self.answer(records, found) if records else None
+        return said and replace(said, pictures=self.pictures(records, found))
+
+
 def of(records: Iterable[Record], **factors: Any) -> list[Record]:
     """The records with these factors."""
     return [r for r in records if all(r["factors"].get(name) == value for name, value in factors.items())]
 
 
-def ratio_text(ratio: Mapping[str, float]) -> str:
-    """A ratio with the half width of its interval: "0.93 ±0.02"; "=" before it where the interval holds 1."""
-    return f"{'' if differs(ratio) else '= '}{ratio['median']:.2f} ±{(ratio['high'] - ratio['low']) / 2:.2f}"
+def ratios(records: Iterable[Record], ratio: str) -> list[Mapping[str, float]]:
+    """One ratio of each record."""
+    return [r["ratios"][ratio] for r in records]
 
 
-def time_text(seconds: float) -> str:
-    """Three digits: "1.23 ms", "45.6 µs"."""
-    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if seconds >= s), ("µs", 1e-6))
-    value = seconds / scale
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:.{digits}f} {unit}"
+def by(records: Iterable[Record], name: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    """Records in groups by what `name` says of them, in the order in which they come."""
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(name(record), []).append(record)
+    return found
 
 
-def geomean(values: Iterable[float]) -> float:
-    logs = [math.log(v) for v in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+def table(title: str, records: Iterable[Record], cells: Mapping[str, Callable[[Record], str]], note: str = "") -> Table:
+    """A row for each record; `cells`: what stands below each heading."""
+    return Table(title, list(cells), [[cell(r) for cell in cells.values()] for r in records], note)
 
+
+# ---------------------------------------------------------------------------------------------- pictures
 
 def spread(name: str, x: Sequence[Any], intervals: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """A line for `plots.lines`: the medians of intervals over x, and their ends."""
@@ -73,13 +107,12 @@ def spread(name: str, x: Sequence[Any], intervals: Sequence[Mapping[str, float]]
         ("y", "median"), ("low", "low"), ("high", "high"))}}
 
 
-def times_text(ratios: Iterable[Mapping[str, float]]) -> str:
-    """What ratios over several cases come to, geometric mean and range: "1.04 (0.98 to 1.21; longer in 5, shorter in 1 of 12
-    cases)", counting those whose interval leaves out 1."""
-    each = list(ratios)
-    if len(each) == 1:
-        return f"{ratio_text(each[0])} (one case)"
-    medians = [r["median"] for r in each]
-    longer, shorter = (sum(differs(r) and (r["median"] > 1) == more for r in each) for more in (True, False))
-    return (f"{geomean(medians):.2f} ({min(medians):.2f} to {max(medians):.2f}; longer in {longer}, shorter in {shorter} of "
-            f"{len(each)} cases)")
+def lines(name: str, caption: str, panels: Sequence[Mapping[str, Any]], **data: Any) -> list[Picture]:
+    """The picture of these panels of lines, those without a line left out; none where nothing is left."""
+    shown = [panel for panel in panels if panel["series"]]
+    return [Picture(name, caption, "lines", {**data, "panels": shown})] if shown else []
+
+
+def bar(name: str, ratio: Mapping[str, float]) -> dict[str, Any]:
+    """A bar for `plots.bars`: the median of an interval, and its ends."""
+    return {"name": name, "value": ratio["median"], "low": ratio["low"], "high": ratio["high"]}

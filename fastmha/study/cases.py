@@ -91,6 +91,12 @@ class Case:
         lse = self.B * self.H * self.Lq
         return self.itemsize * (lse + (3 * queries + 4 * keys if direction == "backward" else 2 * queries + 2 * keys))
 
+    def least(self, direction: str, calls: float, num_threads: int) -> dict[str, float]:
+        """So many calls of a kernel as `Trial.least` states them."""
+        if self.algorithm == "decode":
+            return {"read": calls * self.operand_bytes(direction)}
+        return {f"{self.algorithm} {direction}{' 1T' * (num_threads == 1)}": calls * self.flops(direction) * self.itemsize / 4}
+
     @property
     def row_bytes(self) -> int:
         """Bytes from one row of a key head to the next where a fused projection wrote it: Q|K|V side by side for

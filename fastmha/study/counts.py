@@ -4,9 +4,6 @@ A child process runs under valgrind's callgrind with a simulated cache of stated
 only callgrind can be switched on for single calls). It starts, builds the operands and makes the arms with the simulation
 off. For each count the parent switches it on, caches empty, through ``vgdb``, lets the child call one arm once, and has the
 counts written. Counted is what the kernels, the BLAS library and the C library do; not what the interpreter and NumPy do.
-
-Processor counters, where ``perf stat`` can read them, are those of a child that calls an arm many times, less those of one
-that calls it once.
 """
 from __future__ import annotations
 
@@ -23,26 +20,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
-
-import numpy as np
+from typing import Any, TextIO
 
 import fastmha
 from fastmha import _core
 from fastmha.study import cases, heads
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, of
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, by, table
 from fastmha.study.cases import Case
+from fastmha.study.heads import LINE
 from fastmha.study.trial import Trial
+from fastmha.study.words import span_text
 
 NAME = "counts"
-TITLE = "Cache misses, counted"
-QUESTION = "Do strided heads miss the caches more often than packed ones, and by how much, where no clock is asked?"
-NEEDS: tuple[str, ...] = ()
 ARMS = ("strided", "contiguous", "packed", "pack", "strided on lines", "packed on lines")
-LINE = 64
 CACHES = {"D1": (49152, 12, LINE), "LL": (1048576, 16, LINE)}       # bytes, ways, bytes of a line
-EVENTS = ("L1-dcache-load-misses", "dTLB-load-misses", "cache-misses", "instructions")
-PERF_CALLS = 50
 PATIENCE = 300.0                # seconds until a child that does not answer is given up
 STARTS_A_SECOND = 3.0           # processes that start, without valgrind, in a planned second of a trial and in its share of the
                                 # child's start
@@ -59,79 +50,38 @@ class MissingError(Exception):
 def work(commands: Iterable[str], answers: TextIO) -> None:
     """Follow commands, a line of JSON each: [case, direction] makes operands and arms, [arm, calls] calls one. The answer to
     each is a line: how many bytes after the start of a cache line the rows of the strided keys start."""
-    operands: heads.Operands | None = None
-    offset = 0
+    operands: list[heads.Operands] = []
     functions: Mapping[str, Callable[[], object]] = {}
     for line in commands:
         first, second = json.loads(line)
         if isinstance(first, dict):
             case = Case(**first)
-            if operands is None or replace(operands.case, algorithm=case.algorithm) != case:
-                operands = heads.Operands(case)
-            operands.case = case
-            offset = operands.k.ctypes.data % LINE
+            if not operands or replace(operands[0].case, algorithm=case.algorithm) != case:
+                operands = [heads.Operands(case, on_lines=on_lines) for on_lines in (False, True)]
+            for each in operands:
+                each.case = case
             functions = prepared(operands, second)
         else:
             function = functions[first]
             for _ in range(second):
                 function()
-        answers.write(f"{offset}\n")
+        answers.write(f"{operands[0].k.ctypes.data % LINE}\n")
         answers.flush()
 
 
-def prepared(operands: heads.Operands, direction: str) -> dict[str, Callable[[], None]]:
-    """The arms of `heads`, and two of them once more on rows that start on a cache line, as those in NumPy's memory need not."""
-    moved = on_lines(operands)
-    q, k, v, grad_out = (_on_line(x) for x in (moved.q, moved.k, moved.v, moved.grad_out))
-    packed = on_lines(operands)
-    packed.k, packed.v = k, v
-    if direction == "backward":
-        packed.q, packed.grad_out = q, grad_out
-    packed.problem = operands.problem.with_heads(packed.q, k, v)
-    return {**heads.arms(operands, direction, 1), **{f"{name} on lines": heads.arms(these, direction, 1)["strided"]
-                                                     for name, these in (("strided", moved), ("packed", packed))}}
+def prepared(operands: Sequence[heads.Operands], direction: str) -> dict[str, Callable[[], None]]:
+    """The arms of `heads` in NumPy's memory, and two of them once more on rows that start on a cache line, as those need not."""
+    usual, on_lines = (heads.arms(each, direction, 1) for each in operands)
+    return {**usual, **{f"{name} on lines": on_lines[name] for name in ("strided", "packed")}}
 
 
-def _on_line(array: np.ndarray) -> np.ndarray:
-    """A copy of an array, contiguous, that starts on a cache line."""
-    memory = np.empty(array.nbytes + LINE, np.uint8)
-    start = -memory.ctypes.data % LINE
-    copy = memory[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
-
-
-def on_lines(operands: heads.Operands) -> heads.Operands:
-    """The same operands and results in buffers that start on a cache line."""
-    moved: dict[int, np.ndarray] = {}
-
-    def move(view: np.ndarray) -> np.ndarray:
-        whole = view.base
-        assert whole is not None
-        if id(whole) not in moved:
-            moved[id(whole)] = _on_line(whole)
-        return np.ndarray(view.shape, view.dtype, moved[id(whole)], view.ctypes.data - whole.ctypes.data, view.strides)
-
-    other = heads.Operands.__new__(heads.Operands)
-    other.case, other.lse, other.places = operands.case, operands.lse, operands.places
-    for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v"):
-        setattr(other, name, move(getattr(operands, name)))
-    other.problem = operands.problem.with_heads(other.q, other.k, other.v)
-    return other
-
-
-def environment(under_valgrind: bool) -> dict[str, str]:
-    """Variables of a child: one thread, and under valgrind, which knows no AVX-512, the kernels and BLAS without it."""
+def environment() -> dict[str, str]:
+    """Variables of the child: one thread, and under valgrind, which knows no AVX-512, the kernels and BLAS without it."""
     package = str(Path(fastmha.__file__).parent.parent)
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
-                 "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-                 "FASTMHA_ISA": _core.selected_isa()[0]}
-    if under_valgrind:
-        variables["FASTMHA_ISA"] = isa()
-        variables.pop("OPENBLAS_CORETYPE", None)
-        if isa() == "avx2":
-            variables["OPENBLAS_CORETYPE"] = "Haswell"
-    return variables
+                 "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FASTMHA_ISA": isa()}
+    variables.pop("OPENBLAS_CORETYPE", None)
+    return {**variables, "OPENBLAS_CORETYPE": "Haswell"} if isa() == "avx2" else variables
 
 
 def isa() -> str:
@@ -143,13 +93,8 @@ def isa() -> str:
 # -------------------------------------------------------------------------------------------------- valgrind
 
 class Callgrind:
-    """The child under valgrind, started by the first count and shared by all: it takes seconds to start.
-
-    Raises
-    ------
-    MissingError
-        By `count`, again and again once it cannot be.
-    """
+    """The child under valgrind, started by the first count and shared by all: it takes seconds to start. `counts` raises
+    `MissingError`, again and again once nothing can be counted."""
 
     def __init__(self) -> None:
         self.folder: tempfile.TemporaryDirectory[str] | None = None
@@ -172,29 +117,29 @@ class Callgrind:
         self.log = (self.path / "log").open("w+b")
         atexit.register(self.close)     # a study that was interrupted may come to no last count
         self.child = subprocess.Popen(["valgrind", *options, sys.executable, "-c", ENTRY], stdin=subprocess.PIPE, text=True,
-                                      stdout=subprocess.PIPE, stderr=self.log, env=environment(True), cwd=self.path)
+                                      stdout=subprocess.PIPE, stderr=self.log, env=environment(), cwd=self.path)
 
-    def prepare(self, case: Case, direction: str) -> int:
-        """Make the arms of a case; returns where in a cache line the rows of its strided keys start."""
+    def counts(self, case: Case, direction: str, arms: Sequence[str]) -> tuple[int, list[dict[str, int]]]:
+        """Where in a cache line the rows of the strided keys of a case start, and what one call of each arm counts, from empty
+        caches."""
         try:
             if self.folder is None:
                 self.start()
-            return self._ask([asdict(case), direction])
-        except (OSError, subprocess.SubprocessError, MissingError) as error:
-            self._give_up(error)
-
-    def count(self, arm: str) -> dict[str, int]:
-        """What one call of an arm counts, from empty caches."""
-        try:
-            self._tell("instrumentation on")
-            self._ask([arm, 1])
-            self._tell("dump", "instrumentation off")
-            written, = self.path.glob("counts.*")       # the file without a number is written at the end
-            text = written.read_text(encoding="utf-8")
-            written.unlink()
-            return counted(text)
+            offset = self._ask([asdict(case), direction])
+            return offset, [self._count(arm) for arm in arms]
         except (OSError, ValueError, subprocess.SubprocessError, MissingError) as error:
-            self._give_up(error)
+            self.missing = str(error) if isinstance(error, MissingError) else f"{type(error).__name__}: {error}"
+            self.close()
+            raise MissingError(self.missing) from error
+
+    def _count(self, arm: str) -> dict[str, int]:
+        self._tell("instrumentation on")
+        self._ask([arm, 1])
+        self._tell("dump", "instrumentation off")
+        written, = self.path.glob("counts.*")       # the file without a number is written at the end
+        text = written.read_text(encoding="utf-8")
+        written.unlink()
+        return counted(text)
 
     def _ask(self, command: list[Any]) -> int:
         assert self.child.stdin is not None
@@ -216,11 +161,6 @@ class Callgrind:
                                *arguments], capture_output=True, text=True, timeout=PATIENCE)
         if done.returncode:
             raise MissingError(f"vgdb cannot reach Python under {self.version}: {(done.stderr or done.stdout).strip()[-200:]}")
-
-    def _give_up(self, error: Exception) -> NoReturn:
-        self.missing = str(error) if isinstance(error, MissingError) else f"{type(error).__name__}: {error}"
-        self.close()
-        raise MissingError(self.missing) from error
 
     def close(self) -> None:
         """End the child; the next count starts another."""
@@ -247,13 +187,8 @@ def of_interpreter(path: str) -> bool:
 
 
 def counted(text: str) -> dict[str, int]:
-    """Sum the counts in a file of callgrind over the objects that are not the interpreter's.
-
-    Returns
-    -------
-    dict
-        "instructions", "D1_misses", "LL_misses" (of data, reads and writes), and "interpreter_instructions", left out.
-    """
+    """Sum the counts in a file of callgrind over the objects that are not the interpreter's: "instructions", "D1_misses",
+    "LL_misses" (of data, reads and writes), and "interpreter_instructions", left out."""
     events: list[str] = []
     sums: Counter[str] = Counter()
     every: Counter[str] = Counter()
@@ -286,71 +221,25 @@ def counted(text: str) -> dict[str, int]:
             "interpreter_instructions": every["Ir"] - sums["Ir"]}
 
 
-# -------------------------------------------------------------------------------------------------- perf stat
-
-def perf_stat(commands: Sequence[list[Any]]) -> dict[str, float]:
-    """The events of a child that follows commands; those that the machine does not count are left out."""
-    with tempfile.TemporaryDirectory(prefix="fastmha-counts-") as folder:
-        file = Path(folder) / "events"
-        done = subprocess.run(["perf", "stat", "-x", ",", "-o", str(file), "-e", ",".join(EVENTS), "--",
-                               sys.executable, "-c", ENTRY],
-                              input="".join(json.dumps(command) + "\n" for command in commands), capture_output=True, text=True,
-                              timeout=PATIENCE, env=environment(False), cwd=folder)
-        if done.returncode or len(done.stdout.splitlines()) != len(commands):
-            raise MissingError(f"perf stat failed: {' '.join(done.stderr.split())[:200] or 'no answer'}")
-        return events_of(file.read_text(encoding="utf-8"))
-
-
-def events_of(text: str) -> dict[str, float]:
-    """The numbers of ``perf stat -x ,``; processors with two kinds of cores have a line for each."""
-    found: Counter[str] = Counter()
-    for line in text.splitlines():
-        fields = line.split(",")
-        name = next((e for e in EVENTS if len(fields) > 2 and e in fields[2]), None)
-        if name is not None and fields[0].strip().isdigit():
-            found[name] += int(fields[0])
-    return dict(found)
-
-
-def processor_counts(case: Case, direction: str) -> dict[str, Any]:
-    """Events of one call of each arm, or why there are none."""
-    try:
-        if shutil.which("perf") is None:
-            raise MissingError("perf is not installed")
-        if not perf_stat([]):
-            raise MissingError(f"perf stat supports none of {', '.join(EVENTS)} here")
-        found = {}
-        for arm in ARMS:
-            start: list[Any] = [[asdict(case), direction], [arm, 1]]
-            fewer, more = perf_stat(start), perf_stat([*start, [arm, PERF_CALLS]])
-            found[arm] = {event: (more[event] - fewer[event]) / PERF_CALLS for event in more if event in fewer}
-        return {"calls": PERF_CALLS, "counts": found}
-    except (MissingError, OSError, subprocess.SubprocessError) as error:
-        return {"missing": str(error)}
-
-
 # -------------------------------------------------------------------------------------------------- trials
 
-def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[str], perf: bool, last: bool) -> Trial:
+def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[str], last: bool) -> Trial:
     madds = case.flops(direction) // 2
 
     def measure(seconds: float) -> dict[str, Any]:
         found: dict[str, Any] = {"madds": madds, "row_bytes": case.row_bytes,
                                  "least_lines": case.operand_bytes(direction) // LINE}
         try:
-            offset = callgrind.prepare(case, direction)
-            counts = {arm: callgrind.count(arm) for arm in ARMS}
+            offset, each = callgrind.counts(case, direction, (*ARMS, *twice))
             found |= {"counts": {arm: {**c, "D1_per_madd": c["D1_misses"] / madds, "LL_per_madd": c["LL_misses"] / madds}
-                                 for arm, c in counts.items()},
-                      "again": {arm: callgrind.count(arm) for arm in twice},
+                                 for arm, c in zip(ARMS, each)},
+                      "again": dict(zip(twice, each[len(ARMS):])),
                       "cache": {name: dict(zip(("bytes", "ways", "line"), size)) for name, size in CACHES.items()},
                       "line_offset": offset, "isa": isa(), "valgrind": callgrind.version}
             if last:
                 callgrind.close()
         except MissingError as error:
             found["missing"] = str(error)
-        if perf:
-            found["perf"] = processor_counts(case, direction)
         return found
 
     runs = sum(arm != "pack" for arm in (*ARMS, *twice)) + 1
@@ -370,18 +259,15 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
             for row in (12288, 9216) for name in ("tiled", "blas")]
     if quick:
         runs = runs[:3]
-    return [trial(case, direction, callgrind, twice=("pack",) if quick else ("strided", "pack"), perf=not (quick and number),
-                  last=number == len(runs) - 1) for number, (case, direction) in enumerate(runs)]
+    return [trial(case, direction, callgrind, twice=("pack",) if quick else ("strided", "pack"), last=number == len(runs) - 1)
+            for number, (case, direction) in enumerate(runs)]
 
 
 # -------------------------------------------------------------------------------------------------- answer
 
-def answer(found: Found) -> Answer | None:
+def answer(records: Sequence[Record], found: Found) -> Answer:
     """What the counts say; that there are none where valgrind is missing."""
-    records = [r for r in found["records"] if r["question"] == NAME]
-    if not records:
-        return None
-    counted_here = [r for r in records if "counts" in r]
+    counted_here = _counted(records)
     method = ("One call of each arm of `heads` with one thread, on operands as a fused projection writes them, in a process "
               "under valgrind's callgrind, its simulation switched on, caches empty, for that call alone; counted is what the "
               "kernels, BLAS and the C library do, not the interpreter. "
@@ -395,18 +281,24 @@ def answer(found: Found) -> Answer | None:
               "not know.")
     if not counted_here:
         reason = next((r["missing"] for r in records if "missing" in r), "nothing was measured")
-        return Answer(f"Not counted on this machine: {reason}. {_perf_sentence(records)}", method, limits, _perf_tables(records))
-    tables = [_table(counted_here, "D1", "first-level"), _table(counted_here, "LL", "second-level"), *_perf_tables(records)]
+        return Answer(f"Not counted on this machine: {reason}.", method, limits)
+    sentences = (f(counted_here) for f in (_misses_sentence, _rows_sentence, _lines_sentence, _instructions_sentence))
+    return Answer(" ".join(filter(None, sentences)), f"{method} {_repeat_sentence(counted_here)}", limits,
+                  [_table(counted_here, "D1", "first-level"), _table(counted_here, "LL", "second-level")])
+
+
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    counted_here = _counted(records)
     panels = [{"title": f"{cache}: {_size(cache)}",
-               "rows": [{"label": _label(r), "values": [{"name": arm, "value": v, "low": v, "high": v}
-                                                        for arm in ARMS for v in (1000 * r["counts"][arm][f"{cache}_per_madd"],)]}
+               "rows": [{"label": r["label"], "values": [{"name": arm, "value": v, "low": v, "high": v}
+                                                         for arm in ARMS for v in (_each(r, arm, cache),)]}
                         for r in counted_here]} for cache in CACHES]
-    picture = Picture("counts", "Misses of the simulated caches, one call from empty caches.", "bars",
-                      {"title": "Cache misses by arm", "panels": panels, "x": "misses per 1000 multiply-adds"})
-    sentences = (*(f(counted_here) for f in (_misses_sentence, _rows_sentence, _lines_sentence, _instructions_sentence)),
-                 _perf_sentence(records))
-    short = " ".join(filter(None, sentences))
-    return Answer(short, f"{method} {_repeat_sentence(counted_here)}", limits, tables, [picture])
+    return [Picture("counts", "Misses of the simulated caches, one call from empty caches.", "bars", {
+        "title": "Cache misses by arm", "panels": panels, "x": "misses per 1000 multiply-adds"})] if counted_here else []
+
+
+def _counted(records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if "counts" in r]
 
 
 def _size(cache: str) -> str:
@@ -414,47 +306,38 @@ def _size(cache: str) -> str:
     return f"{size >> 10} KiB, {ways} ways of {line}-byte lines"
 
 
-def _label(record: Record) -> str:
-    return str(record["label"])
+def _each(record: Record, arm: str, cache: str) -> float:
+    """Misses per 1000 multiply-adds."""
+    return float(1000 * record["counts"][arm][f"{cache}_per_madd"])
 
 
-def _ratio(record: Record, what: str, arm: str = "strided", other: str = "packed") -> float:
-    return float(record["counts"][arm][what] / max(1, record["counts"][other][what]))
-
-
-def _span(values: Iterable[float], places: int = 2) -> str:
-    """"1.02 to 1.36", or one number where they agree."""
-    texts = [f"{value:.{places}f}" for value in sorted(values)]
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
+def _span(records: Sequence[Record], what: str, arm: str = "strided", other: str = "packed") -> str:
+    """How many times as many an arm has as another one."""
+    return span_text(r["counts"][arm][what] / max(1, r["counts"][other][what]) for r in records)
 
 
 def _by_algorithm(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    names = dict.fromkeys(r["factors"]["algorithm"] for r in records)
-    return [(name, of(records, algorithm=name)) for name in names]
+    return list(by(records, lambda r: r["factors"]["algorithm"]).items())
 
 
 def _misses_sentence(records: Sequence[Record]) -> str:
-    parts = [f"on strided heads “{name}” misses D1 {_span(_ratio(r, 'D1_misses') for r in group)} times as often as on packed "
-             f"ones, LL {_span(_ratio(r, 'LL_misses') for r in group)} times" for name, group in _by_algorithm(records)]
+    parts = [f"on strided heads “{name}” misses D1 {_span(group, 'D1_misses')} times as often as on packed ones, LL "
+             f"{_span(group, 'LL_misses')} times" for name, group in _by_algorithm(records)]
     return f"In the simulated caches, {'; '.join(parts)}."
 
 
 def _lines_sentence(records: Sequence[Record]) -> str:
-    parts = []
-    for name, group in _by_algorithm(records):
-        change = _span(_ratio(r, "D1_misses", "strided on lines", "strided") for r in group)
-        ratio = _span(_ratio(r, "D1_misses", "strided on lines", "packed on lines") for r in group)
-        parts.append(f"“{name}” misses D1 on strided heads {change} times as often, {ratio} times as often as on packed ones "
-                     "moved likewise")
+    parts = [f"“{name}” misses D1 on strided heads {_span(group, 'D1_misses', 'strided on lines', 'strided')} times as often, "
+             f"{_span(group, 'D1_misses', 'strided on lines', 'packed on lines')} times as often as on packed ones moved likewise"
+             for name, group in _by_algorithm(records)]
     offsets = " or ".join(map(str, sorted({r["line_offset"] for r in records})))
     return f"Where rows start on a cache line ({offsets} bytes after one where NumPy placed them), {'; '.join(parts)}."
 
 
 def _instructions_sentence(records: Sequence[Record]) -> str:
-    ratios = [_ratio(r, "instructions") for r in records]
-    most = max(abs(ratio - 1) for ratio in ratios)
+    most = max(abs(r["counts"]["strided"]["instructions"] / max(1, r["counts"]["packed"]["instructions"]) - 1) for r in records)
     return (f"The instructions differ by at most {100 * most:.2g} %: the same work, other lines." if most < 0.01
-            else f"The instructions are {_span(ratios)} times as many.")
+            else f"The instructions are {_span(records, 'instructions')} times as many.")
 
 
 def _rows_sentence(records: Sequence[Record]) -> str:
@@ -463,53 +346,35 @@ def _rows_sentence(records: Sequence[Record]) -> str:
     for name, group in _by_algorithm(records):
         paged, other = ([r for r in group if (r["row_bytes"] % 4096 == 0) == whole] for whole in (True, False))
         if paged and other:
-            parts.append(f"{_span(_ratio(r, 'LL_misses') for r in paged)} times as often with such rows and "
-                         f"{_span(_ratio(r, 'LL_misses') for r in other)} times with others by “{name}”")
+            parts.append(f"{_span(paged, 'LL_misses')} times as often with such rows and {_span(other, 'LL_misses')} times with "
+                         f"others by “{name}”")
     return ("Rows a whole number of 4 KiB pages apart share few sets of a cache: on strided heads, compared with packed ones, "
             f"LL is missed {'; '.join(parts)}.") if parts else ""
 
 
 def _repeat_sentence(records: Sequence[Record]) -> str:
-    worst: dict[str, float] = {}
-    for r in records:
-        for arm, again in r["again"].items():
-            for what in ("instructions", "D1_misses", "LL_misses"):
-                first = r["counts"][arm][what]
-                worst[what] = max(worst.get(what, 0.0), abs(again[what] - first) / max(1, first))
+    worst = {what: max((abs(again[what] - r["counts"][arm][what]) / max(1, r["counts"][arm][what])
+                        for r in records for arm, again in r["again"].items()), default=0.0)
+             for what in ("instructions", "D1_misses", "LL_misses")}
     arms = sorted({arm for r in records for arm in r["again"]})
-    if not worst:
-        return ""
-    return (f"Counted a second time, {' and '.join(f'“{arm}”' for arm in arms)} differed by at most "
-            f"{100 * worst['instructions']:.2g} % in instructions, {100 * worst['D1_misses']:.2g} % in misses of D1 and "
-            f"{100 * worst['LL_misses']:.2g} % of LL.")
+    return "" if not arms else (
+        f"Counted a second time, {' and '.join(f'“{arm}”' for arm in arms)} differed by at most "
+        f"{100 * worst['instructions']:.2g} % in instructions, {100 * worst['D1_misses']:.2g} % in misses of D1 and "
+        f"{100 * worst['LL_misses']:.2g} % of LL.")
 
 
 def _table(records: Sequence[Record], cache: str, level: str) -> Table:
-    rows = [[_label(r), *(f"{1000 * r['counts'][arm][f'{cache}_per_madd']:.2f}" for arm in ARMS),
-             f"{1000 * r['least_lines'] / r['madds']:.2f}"] for r in records]
-    return Table(f"Misses of {cache} per 1000 multiply-adds", ["case", *ARMS, "operands"], rows,
-                 f"{level} data cache, simulated: {_size(cache)}; “operands”: lines of {LINE} bytes of all operands and results, "
-                 "each once; “row”: bytes from one row of a head to the next")
+    def misses(arm: str) -> Callable[[Record], str]:
+        return lambda r: f"{_each(r, arm, cache):.2f}"
+
+    return table(f"Misses of {cache} per 1000 multiply-adds", records, {
+        "case": lambda r: r["label"], **{arm: misses(arm) for arm in ARMS},
+        "operands": lambda r: f"{1000 * r['least_lines'] / r['madds']:.2f}"},
+        f"{level} data cache, simulated: {_size(cache)}; “operands”: lines of {LINE} bytes of all operands and results, each "
+        "once; “row”: bytes from one row of a head to the next")
 
 
-def _perf_sentence(records: Sequence[Record]) -> str:
-    reasons = list(dict.fromkeys(r["perf"]["missing"] for r in records if "missing" in r.get("perf", ())))
-    if reasons:
-        return f"The processor's own counters were not read: {reasons[0]}."
-    measured = [r for r in records if "perf" in r]
-    parts = []
-    for event in EVENTS[:2]:
-        ratios = [counts["strided"][event] / counts["packed"][event] for r in measured for counts in (r["perf"]["counts"],)
-                  if counts["strided"].get(event, 0) > 0 and counts["packed"].get(event, 0) > 0]
-        if ratios:
-            parts.append(f"{_span(ratios)} times as many {event}")
-    return f"The processor itself counts on strided heads, compared with packed ones, {' and '.join(parts)}." if parts else ""
-
-
-def _perf_tables(records: Sequence[Record]) -> list[Table]:
-    measured = [r for r in records if "counts" in r.get("perf", ())]
-    events = [e for e in EVENTS if any(e in c for r in measured for c in r["perf"]["counts"].values())]
-    return [Table(f"Counted by the processor: {event}", ["case", *ARMS],
-                  [[_label(r), *(f"{1000 * r['perf']['counts'][arm].get(event, float('nan')) / r['madds']:.3f}" for arm in ARMS)]
-                   for r in measured],
-                  f"per 1000 multiply-adds, perf stat, caches warm, mean of {PERF_CALLS} calls") for event in events]
+QUESTION = Question(
+    NAME, "Cache misses, counted",
+    "Do strided heads miss the caches more often than packed ones, and by how much, where no clock is asked?", trials, answer,
+    pictures)

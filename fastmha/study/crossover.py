@@ -21,21 +21,13 @@ from scipy.optimize import nnls
 from fastmha import _core
 from fastmha.algorithms import blas_rows
 from fastmha.study import heads
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, spread
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, lines, of, ratios, spread
 from fastmha.study.cases import DIRECTIONS, Case
-from fastmha.study.trial import Trial, differs
+from fastmha.study.trial import differs
 
 NAME = "crossover"
-TITLE = "The crossover, and a model of it"
-QUESTION = "From which length on does packing heads pay, and does that length follow a model?"
-NEEDS = (heads.NAME,)
 PAGE = 4096
 GROUPS = tuple((name, direction) for name in ("tiled", "blas") for direction in DIRECTIONS)
-
-
-def trials(quick: bool, num_threads: int) -> list[Trial]:
-    """None: the model is one of the times of `heads`."""
-    return []
 
 
 def case_of(record: Record) -> Case:
@@ -66,10 +58,10 @@ def gain(record: Record) -> float:
     return 1 - 1 / float(record["ratios"]["strided/contiguous"]["median"])
 
 
-def usable(found: Found) -> list[Record]:
-    """The records that the model is about, in a fixed order that mixes them."""
-    records = [r for r in found["records"] if r["question"] == heads.NAME and not r["factors"]["cold"]
-               and (r["factors"]["algorithm"], r["factors"]["direction"]) in GROUPS and r["factors"]["Lq"] == r["factors"]["Lk"]]
+def usable(records: Sequence[Record]) -> list[Record]:
+    """The records of `heads` that the model is about, in a fixed order that mixes them."""
+    records = [r for r in records if (r["factors"]["algorithm"], r["factors"]["direction"]) in GROUPS
+               and not r["factors"]["cold"] and r["factors"]["Lq"] == r["factors"]["Lk"]]
     return [records[i] for i in np.random.default_rng(0).permutation(len(records))]
 
 
@@ -108,16 +100,21 @@ def measured_crossing(records: Sequence[Record], name: str, direction: str, D: i
     return (max(below), min(above)) if below and above else None
 
 
-def answer(found: Found) -> Answer | None:
-    records = usable(found)
-    if len(records) < 2 * (len(GROUPS) + 1):
+def _grid(records: Sequence[Record], found: Found) -> list[Record]:
+    """Those of the map of `heads`."""
+    return of([r for r in usable(records) if heads.in_map(r)], threads=found["threads"], dtype="float32", causal=False)
+
+
+def answer(records: Sequence[Record], found: Found) -> Answer | None:
+    """None where the records are few for so many terms."""
+    mixed = usable(records)
+    if len(mixed) < 2 * (len(GROUPS) + 1):
         return None
-    fitted, tested = records[::2], records[1::2]
+    fitted, tested = mixed[::2], mixed[1::2]
     solution = fit(fitted)
     error = {"fitted": errors(fitted, solution), "tested": errors(tested, solution)}
     e = error["tested"]
-    grid = [r for r in records if heads._in_map(r) and r["factors"]["threads"] == found["threads"]
-            and r["factors"]["dtype"] == "float32" and not r["factors"]["causal"]]
+    grid = _grid(records, found)
     widths = sorted({r["factors"]["D"] for r in grid})
     rows, agreeing, known = [], 0, 0
     for name, direction in GROUPS:
@@ -148,25 +145,27 @@ def answer(found: Found) -> Answer | None:
         " The cases of `heads` with as many queries as keys, warm, are shuffled; every other one is fitted by least squares.")
     limits = ("The bandwidth is that of a blocked copy from and to whatever cache holds the operands: larger for short calls. "
               "Cache sets are not in the model: see the strides.")
-    return Answer(short, method, limits, tables, _pictures(grid, solution, widths))
+    return Answer(short, method, limits, tables)
 
 
-def _pictures(grid: Sequence[Record], solution: np.ndarray, widths: Sequence[int]) -> list[Picture]:
-    panels = []
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    solution, panels = fit(usable(records)[::2]), []
+    grid = sorted(_grid(records, found), key=lambda r: r["factors"]["Lq"])
     for name, direction in GROUPS:
-        series = []
-        for D in widths:
-            line = sorted((r for r in grid if (r["factors"]["algorithm"], r["factors"]["direction"]) == (name, direction)
-                           and r["factors"]["D"] == D), key=lambda r: r["factors"]["Lq"])
-            if len(line) < 2:
-                continue
+        series: list[dict[str, Any]] = []
+        for D in sorted({r["factors"]["D"] for r in grid}):
+            line = of(grid, algorithm=name, direction=direction, D=D)
             x = [r["factors"]["Lq"] for r in line]
-            series.append(spread(f"D {D}", x, [r["ratios"]["strided/contiguous"] for r in line]))
-            series.append({"name": f"D {D}, model", "x": x, "y": [float(1 / (1 - terms(r) @ solution)) for r in line]})
-        if series:
-            panels.append({"title": f"{name}, {direction}", "series": series, "reference": 1.0})
-    if not panels:
-        return []
-    return [Picture("crossover", "Where a line passes 1, packing begins to pay.", "lines", {
-        "title": "Time strided over time contiguous, packing included, and the model of it", "panels": panels,
-        "x": "L, queries and keys", "y": "time strided / time contiguous (no unit)", "x_log2": True})]
+            if len(line) > 1:
+                series += [spread(f"D {D}", x, ratios(line, "strided/contiguous")),
+                           {"name": f"D {D}, model", "x": x, "y": [float(1 / (1 - terms(r) @ solution)) for r in line]}]
+        panels.append({"title": f"{name}, {direction}", "series": series, "reference": 1.0})
+    return lines("crossover", "Where a line passes 1, packing begins to pay.", panels,
+                 title="Time strided over time contiguous, packing included, and the model of it", x="L, queries and keys",
+                 y="time strided / time contiguous (no unit)", x_log2=True)
+
+
+QUESTION = Question(
+    NAME, "The crossover, and a model of it", "From which length on does packing heads pay, and does that length follow a model?",
+    lambda quick, num_threads: [],      # the model is one of the times of `heads`
+    answer, pictures, needs=(heads.NAME,))

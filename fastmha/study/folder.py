@@ -31,14 +31,7 @@ class DamagedError(ValueError):
 
 @contextmanager
 def held(folder: Path, command: str) -> Iterator[None]:
-    """Hold a folder that exists, meanwhile for this process alone.
-
-    Raises
-    ------
-    HeldError
-    OSError
-        If the lock file cannot be made.
-    """
+    """Hold a folder that exists, meanwhile for this process alone. Raises `HeldError`; OSError if no lock file can be made."""
     path = folder / LOCK
     file = _hold(path)
     try:

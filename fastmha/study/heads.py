@@ -1,38 +1,25 @@
-"""Strided heads, as a fused projection writes them, against contiguous ones.
-
-The operands lie as a fused projection writes them: q, k, v are views of one buffer (B, L, (H + 2·Hkv)·D), the output goes
-into the merged (B, L, H·D) buffer, the gradients into one buffer like the first. The arms, on the same data:
-
-    strided     the kernels on the heads where they lie
-    contiguous  heads packed by the library's blocked copy, then the same kernels: forward k and v (queries are read once,
-                into a block of the kernel), backward q and grad_out too
-    packed      the same kernels on heads packed before the clock starts: what contiguous would cost if packing were free,
-                as it is where the projection writes each head contiguous in the first place
-    pack        those copies alone, into memory that is kept from call to call, as in "contiguous"
-"""
+"""Strided heads, as a fused projection writes them, against contiguous ones."""
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 
 import numpy as np
 
-from fastmha import _core, algorithms, validate
+from fastmha import _core, algorithms
 from fastmha.study import cases
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, of, ratios, table
 from fastmha.study.cases import DIRECTIONS, Case, Run
-from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, differs, timed
+from fastmha.study.operands import problem, side_by_side
+from fastmha.study.trial import LEAST_CALLS, Arms, Trial, checked, timed
+from fastmha.study.words import mean_text, median_text, rate_of, ratio_of, sides, span_text
 
 NAME = "heads"
-TITLE = "Strided or contiguous heads"
-QUESTION = ("Heads as the fused projection writes them, (B, L, H, D), or packed first, (B, H, L, D): which is faster, "
-            "for which shapes, and by how much?")
-NEEDS: tuple[str, ...] = ()
 ARMS = ("strided", "contiguous", "packed", "pack")
 QUICK_SECONDS, FULL_SECONDS = 0.35, 1.0      # a trial
+LINE = 64               # bytes of a cache line
 PLACES = 5              # where operands and copies lie in memory, tried in a trial
 
 
@@ -49,14 +36,14 @@ class Operands:
         q, k, v and the rules, validated.
     """
 
-    def __init__(self, case: Case, num_threads: int = 1, place: int | None = None) -> None:
+    def __init__(self, case: Case, num_threads: int = 1, place: int | None = None, on_lines: bool = False) -> None:
         generator = np.random.default_rng(0)
-        self.case, self.places = case, None if place is None else np.random.default_rng(place)
+        self.case, self.places, self.on_lines = case, None if place is None else np.random.default_rng(place), on_lines
         self.q, self.k, self.v = self._fused(generator)
         self.grad_q, self.grad_k, self.grad_v = self._fused(None)
         self.grad_out, self.out = (self._heads(case.Lq, (case.H,), g)[0] for g in (generator, None))
         self.lse = np.empty((case.B, case.H, case.Lq), case.dtype)
-        self.problem = validate.attention_problem(self.q, self.k, self.v, "BHLD", validate.Rules(**case.keywords))
+        self.problem = problem(self.q, self.k, self.v, **case.keywords)
         algorithms.forward(case.algorithm, self.problem, self.out, self.lse, None, num_threads)
 
     def _fused(self, generator: np.random.Generator | None) -> list[np.ndarray]:
@@ -72,16 +59,15 @@ class Operands:
         buffer[...] = 0
         if generator is not None:
             generator.standard_normal(out=buffer, dtype=buffer.dtype.type)
-        ends = np.cumsum((0, *heads)).tolist()
-        split = buffer[:, :, :ends[-1] * case.D].reshape(case.B, length, ends[-1], case.D)
-        return [split[:, :, start:end].transpose(0, 2, 1, 3) for start, end in pairwise(ends)]
+        return side_by_side(buffer, heads, case.D)
 
     def empty(self, shape: tuple[int, ...]) -> np.ndarray:
-        """An array where NumPy puts it, or with a `place` at any multiple of 16 bytes within two pages from there."""
-        if self.places is None:
+        """An array where NumPy puts it, with a `place` at any multiple of 16 bytes within two pages from there, or on a line."""
+        if self.places is None and not self.on_lines:
             return np.empty(shape, self.case.dtype)
-        size, start = math.prod(shape), int(self.places.integers(512)) * 16 // self.case.itemsize
-        return np.empty(size + 8192 // self.case.itemsize, self.case.dtype)[start:start + size].reshape(shape)
+        size, room = math.prod(shape) * self.case.itemsize, np.empty(math.prod(shape) * self.case.itemsize + 8192, np.uint8)
+        start = -room.ctypes.data % LINE if self.places is None else int(self.places.integers(512)) * 16
+        return room[start:start + size].view(self.case.dtype).reshape(shape)
 
     def results(self, direction: str) -> dict[str, np.ndarray]:
         """The arrays that an arm writes, by name."""
@@ -119,25 +105,13 @@ def arms(operands: Operands, direction: str, num_threads: int) -> dict[str, Call
 
 
 def checked_arms(operands: Operands, direction: str, num_threads: int) -> Arms:
-    """The arms, once those that compute have given the same answer.
-
-    Raises
-    ------
-    ArmsDisagreeError
-    """
-    case, functions, answers = operands.case, arms(operands, direction, num_threads), {}
-    saved_lse = operands.lse.copy()
-    for arm in ("strided", "contiguous", "packed"):
-        for array in operands.results(direction).values():
-            array[...] = np.nan         # what an arm leaves out shows
-        functions[arm]()
-        answers[arm] = {key: array.copy() for key, array in operands.results(direction).items()}
-    operands.lse[...] = saved_lse
-    agree(f"{case.name} {direction}", answers, TOLERANCE[case.dtype])
-    return functions
+    """The arms, once those that compute have given the same answer."""
+    results = dict.fromkeys(("strided", "contiguous", "packed"), operands.results(direction))
+    case = operands.case
+    return checked(f"{case.name} {direction}", arms(operands, direction, num_threads), results, case.dtype)
 
 
-def trial(run: Run, num_threads: int, seconds: float, question: str = NAME) -> Trial:
+def trial(run: Run, num_threads: int, seconds: float) -> Trial:
     case, direction, count = run.case, run.direction, run.threads or num_threads
     flops = case.flops(direction)
     places = itertools.count()
@@ -146,47 +120,48 @@ def trial(run: Run, num_threads: int, seconds: float, question: str = NAME) -> T
         [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold, places=PLACES,
         flops=flops, bytes=case.operand_bytes(direction), packed_bytes=case.packed_bytes(direction), row_bytes=case.row_bytes)
     label = f"{case.name} {direction} {count}T{' cold' * run.cold}"
-    work = least(case, direction, 3 * LEAST_CALLS, count)
-    return Trial(question, label, {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure,
+    work = case.least(direction, 3 * LEAST_CALLS, count)
+    return Trial(NAME, label, {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure,
                  seconds, 3 * flops, {**work, "fresh": 4 * case.operand_bytes(direction)})
-
-
-def least(case: Case, direction: str, calls: float, num_threads: int) -> dict[str, float]:
-    """So many calls of a kernel as `Trial.least` states them."""
-    if case.algorithm == "decode":
-        return {"read": calls * case.operand_bytes(direction)}
-    kind = f"{case.algorithm} {direction}{' 1T' * (num_threads == 1)}"
-    return {kind: calls * case.flops(direction) * case.itemsize / 4}
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
     """The trials of the quick or the full study with so many threads."""
     runs, seconds = (cases.quick(), QUICK_SECONDS) if quick else (cases.full(), FULL_SECONDS)
-    found = (trial(run, num_threads, seconds) for run in runs)
-    return list({t.label: t for t in found}.values())      # with one thread, "one" and "all" are the same
+    return [trial(run, num_threads, seconds) for run in runs]
 
 
-def answer(found: Found) -> Answer | None:
-    records = [r for r in found["records"] if r["question"] == NAME]
-    if not records:
-        return None
-    long = [r for r in records if r["factors"]["algorithm"] != "decode"]
-    grid = [r for r in of(long, threads=found["threads"], cold=False, causal=False, dtype="float32") if _in_map(r)]
+def answer(records: Sequence[Record], found: Found) -> Answer:
+    long, grid = _long(records), _grid(records, found)
     tables = [_map_table(grid, name) for name in ("tiled", "blas") if len(_axes(of(grid, algorithm=name))[0]) > 2]
     mapped = {r["label"] for r in grid} if tables else set()
-    rest = [r for r in records if r["label"] not in mapped]
-    tables.append(Table("Cases" if not tables else "One factor at a time, and decode", (
-        "case", "strided", "contiguous", "strided / contiguous", "strided / packed", "pack"), [_row(r) for r in rest],
+    title = "One factor at a time, and decode" if tables else "Cases"
+    tables.append(table(title, [r for r in records if r["label"] not in mapped], {
+        "case": lambda r: r["label"], "strided": rate_of("strided", digits=1),
+        "contiguous": rate_of("contiguous", digits=1),
+        "strided / contiguous": ratio_of("strided/contiguous"),
+        "strided / packed": ratio_of("strided/packed"),
+        "pack": lambda r: f"{r['ratios']['pack/contiguous']['median']:.0%}"},
         "GFLOP/s at the median time; ratios of times within a round with half their intervals, = where there is no difference: "
         "above 1 contiguous is faster; pack: share of the contiguous arm's time that packing takes. T: threads."))
-    bars = _bars(long, found)
-    pictures = [bars] if bars.data["bars"] else []
-    if grid and mapped:
-        pictures = [_map_picture(grid, "contiguous", "packing included"), _map_picture(grid, "packed", "packing not included"),
-                    *pictures]
-    pictures.append(_roofline(records))
-    short = _short(long, of(records, algorithm="decode"))
-    return Answer(short, " ".join(_METHOD.split()), " ".join(_LIMITS.split()), tables, pictures)
+    return Answer(_short(long, of(records, algorithm="decode")), " ".join(_METHOD.split()), " ".join(_LIMITS.split()), tables)
+
+
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    grid, bars = _grid(records, found), _bars(_long(records), found)
+    maps = []
+    if any(len(_axes(of(grid, algorithm=name))[0]) > 2 for name in ("tiled", "blas")):
+        maps = [_map_picture(grid, "contiguous", "packing included"), _map_picture(grid, "packed", "packing not included")]
+    return [*maps, *([bars] if bars.data["bars"] else []), _roofline(records)]
+
+
+def _long(records: Sequence[Record]) -> list[Record]:
+    return [r for r in records if r["factors"]["algorithm"] != "decode"]
+
+
+def _grid(records: Sequence[Record], found: Found) -> list[Record]:
+    """Those of the map over lengths and widths."""
+    return [r for r in of(_long(records), threads=found["threads"], cold=False, causal=False, dtype="float32") if in_map(r)]
 
 
 _METHOD = """
@@ -206,38 +181,22 @@ stride nor work a head."""
 
 
 def _short(long: Sequence[Record], decode: Sequence[Record]) -> str:
-    def sides(pair: str) -> tuple[int, int, float]:
-        ratios = [r["ratios"][pair] for r in long]
-        return (sum(differs(q) and q["median"] < 1 for q in ratios), sum(differs(q) and q["median"] > 1 for q in ratios),
-                geomean(q["median"] for q in ratios))
-
-    if not long:
-        return _decode_sentence(decode)
-    strided, contiguous, mean = sides("strided/contiguous")
-    slower, faster, kernel = sides("strided/packed")
-    most = max(long, key=lambda r: r["ratios"]["strided/contiguous"]["median"])
-    said = (f"Where heads must be packed first, leaving them strided is faster in {strided} of {len(long)} cases, packing in "
+    times = span_text(r["median"] for r in ratios(decode, "strided/packed")) if decode else ""
+    said = [f'"decode" on strided keys takes {times} of its time on contiguous ones.'] if decode else []
+    if long:
+        included, kernel = ratios(long, "strided/contiguous"), ratios(long, "strided/packed")
+        (contiguous, strided), (faster, slower) = sides(included), sides(kernel)
+        most, gain = max(((r["label"], ratio["median"]) for r, ratio in zip(long, included)), key=lambda pair: pair[1])
+        said.insert(0, (
+            f"Where heads must be packed first, leaving them strided is faster in {strided} of {len(long)} cases, packing in "
             f"{contiguous}, and {len(long) - strided - contiguous} show no difference (geometric mean of strided over contiguous "
-            f"{mean:.2f}); packing gains most in {most['label']}, {most['ratios']['strided/contiguous']['median']:.2f}. The "
-            f"kernels alone are faster on contiguous heads in {faster} cases, slower in {slower} (geometric mean {kernel:.2f}): "
-            "it is the copy that costs, and short sequences cannot earn it back.")
-    return f"{said} {_decode_sentence(decode)}" if decode else said
+            f"{mean_text(included)}); packing gains most in {most}, {gain:.2f}. The kernels alone are faster on contiguous heads "
+            f"in {faster} cases, slower in {slower} (geometric mean {mean_text(kernel)}): it is the copy that costs, and short "
+            "sequences cannot earn it back."))
+    return " ".join(said)
 
 
-def _decode_sentence(decode: Sequence[Record]) -> str:
-    ratios = [r["ratios"]["strided/packed"]["median"] for r in decode]
-    times = f"{min(ratios):.2f}" if len(set(ratios)) == 1 else f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return f'"decode" on strided keys takes {times} of its time on contiguous ones.'
-
-
-def _row(r: Record) -> list[str]:
-    median = {arm: r["arms"][arm]["median"] for arm in ARMS}
-    return [r["label"], *(f"{r['flops'] / median[arm] / 1e9:.1f}" for arm in ("strided", "contiguous")),
-            ratio_text(r["ratios"]["strided/contiguous"]), ratio_text(r["ratios"]["strided/packed"]),
-            f"{r['ratios']['pack/contiguous']['median']:.0%}"]
-
-
-def _in_map(r: Record) -> bool:
+def in_map(r: Record) -> bool:
     f = r["factors"]
     case = cases.length_by_width(f["Lq"], f["D"])
     return f["B"] == 1 and f["Lq"] == f["Lk"] and (case.H, case.Hkv, case.row) == (f["H"], f["Hkv"], f["row"])
@@ -249,15 +208,11 @@ def _axes(grid: Sequence[Record]) -> tuple[list[int], list[int]]:
 
 def _map_table(grid: Sequence[Record], algorithm: str) -> Table:
     lengths, widths = _axes(of(grid, algorithm=algorithm))
-    rows = []
-    for L in lengths:
-        row = [str(L)]
-        for direction in DIRECTIONS:
-            for D in widths:
-                cell = of(grid, algorithm=algorithm, direction=direction, Lq=L, D=D)
-                row.append(" | ".join(f"{'' if differs(q) else '= '}{q['median']:.2f}" for q in (
-                    cell[0]["ratios"]["strided/contiguous"], cell[0]["ratios"]["strided/packed"])) if cell else "")
-        rows.append(row)
+    def cell(L: int, D: int, direction: str) -> str:
+        return "".join(f"{median_text(r['ratios']['strided/contiguous'])} | {median_text(r['ratios']['strided/packed'])}"
+                       for r in of(grid, algorithm=algorithm, direction=direction, Lq=L, D=D))
+
+    rows = [[str(L), *(cell(L, D, direction) for direction in DIRECTIONS for D in widths)] for L in lengths]
     return Table(f'Length by width, "{algorithm}", rows of d_model 1024', (
         "L", *(f"{direction} D {D}" for direction in DIRECTIONS for D in widths)), rows,
         "time strided / contiguous, packing included | strided / packed, packing not included; above 1 contiguous heads are "
@@ -266,17 +221,14 @@ def _map_table(grid: Sequence[Record], algorithm: str) -> Table:
 
 def _map_picture(grid: Sequence[Record], arm: str, what: str) -> Picture:
     panels = []
-    for algorithm in ("tiled", "blas"):
-        for direction in DIRECTIONS:
-            lengths, widths = _axes(grid)
-            cells = {(r["factors"]["Lq"], r["factors"]["D"]): r["ratios"][f"strided/{arm}"]
-                     for r in of(grid, algorithm=algorithm, direction=direction)}
-            found = [[cells.get((L, D)) for D in widths] for L in lengths]
-            panels.append({"title": f"{algorithm}, {direction}",
-                           "columns": [str(D) for D in widths], "rows": [str(L) for L in lengths],
-                           "values": [[q and q["median"] for q in row] for row in found],
-                           "texts": [["" if q is None else f"{'' if differs(q) else '= '}{q['median']:.2f}" for q in row]
-                                     for row in found]})
+    lengths, widths = _axes(grid)
+    for algorithm, direction in itertools.product(("tiled", "blas"), DIRECTIONS):
+        cells = {(r["factors"]["Lq"], r["factors"]["D"]): r["ratios"][f"strided/{arm}"]
+                 for r in of(grid, algorithm=algorithm, direction=direction)}
+        measured = [[cells.get((L, D)) for D in widths] for L in lengths]
+        panels.append({"title": f"{algorithm}, {direction}", "columns": list(map(str, widths)), "rows": list(map(str, lengths)),
+                       "values": [[q and q["median"] for q in row] for row in measured],
+                       "texts": [["" if q is None else median_text(q) for q in row] for row in measured]})
     caption = f"Above 1 contiguous heads are faster, {what}; = no difference beyond the interval."
     return Picture(f"strided_over_{arm}", caption, "heat_maps", {
         "title": f"Time on strided heads over time on contiguous ones, {what}", "panels": panels,
@@ -307,3 +259,9 @@ def _roofline(records: Sequence[Record]) -> Picture:
               for r in records if r["factors"]["threads"] == max(q["factors"]["threads"] for q in records)]
     return Picture("roofline", "All cases with all threads, strided heads, beside what the machine can do at best.", "roofline",
                    {"title": "Operations a second over operations a byte", "points": points})
+
+
+QUESTION = Question(
+    NAME, "Strided or contiguous heads",
+    "Heads as the fused projection writes them, (B, L, H, D), or packed first, (B, H, L, D): which is faster, for which shapes, "
+    "and by how much?", trials, answer, pictures)

@@ -1,16 +1,9 @@
 """The keys and values of past tokens: head-major, as `fastmha.KVCache` keeps them, against length-major.
 
-    head-major      (B, Hkv, capacity, D): a head's keys follow each other without a gap. The buffers of a `fastmha.KVCache`
-    length-major    (B, capacity, Hkv, D): a token's heads follow each other, as a projection wrote them. NumPy arrays
-
 Every arm goes through as many layers as hold `TURN_BYTES`, each with a cache of its own, as the layers of a model do, so that
-what it reads comes from memory. In each layer:
-
-    decode          one query a head over Lk keys
-    step            one token's keys and values to the next slot, by NumPy assignment in both layouts, then decode
-    append          `TOKENS` tokens to the next slots, one after the other
-    chunk           `CHUNK` tokens' keys and values at once, as a prompt is taken up
-    KVCache.append  as append, by the library's own call, with its checks
+what it reads comes from memory. In each layer: decode, one query a head over Lk keys; step, one token's keys and values to the
+next slot, then decode; append, `TOKENS` tokens one after the other; chunk, `CHUNK` tokens at once, as a prompt is taken up;
+KVCache.append, as append, by the library's own call.
 
 Long and short calls are not in one trial: a short one would pay for what a long one before it has evicted.
 """
@@ -23,19 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from fastmha import algorithms, validate
+from fastmha import algorithms
 from fastmha.cache import KVCache
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, time_text, times_text
-from fastmha.study.trial import LEAST_CALLS, Arms, Trial, agree, timed
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, by, lines, of, ratios, spread, table
+from fastmha.study.operands import problem
+from fastmha.study.trial import LEAST_CALLS, Arms, Trial, checked, timed
+from fastmha.study.words import geomean, rate_of, ratio_text, sides, time_text, times_text
 
 NAME = "cache"
-TITLE = "The KV cache: head-major or length-major"
-QUESTION = "Keys and values of past tokens head by head or token by token: which is faster to append to, which to decode over?"
-NEEDS: tuple[str, ...] = ()
 LAYOUTS = ("length-major", "head-major")        # compared: the first over the second
 TOKENS, CHUNK, ROOM = 16, 128, 256      # tokens one by one, at once, and slots behind the keys, which appends take in turn
 TURN_BYTES, MOST_LAYERS, LARGEST_LAYER = 64 << 20, 256, 256 << 20
-TOLERANCE = 1e-4
 HEADS = ((8, 2, 64), (32, 8, 128), (16, 16, 64), (32, 32, 128))     # H, Hkv, D
 
 
@@ -103,17 +94,9 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
     del k, v
     out = {name: np.zeros((B, shape.H, 1, D), np.float32) for name in LAYOUTS}
 
-    def write(name: str, slot: int, first: int, tokens: int) -> None:
-        for k, v in pairs[name]:
-            k[:, :, slot:slot + tokens] = new_k[:, :, first:first + tokens]
-            v[:, :, slot:slot + tokens] = new_v[:, :, first:first + tokens]
-
-    def problem(k: np.ndarray, v: np.ndarray) -> algorithms.Problem:
-        return validate.attention_problem(q, k, v, "BHLD")
-
     def decode(name: str, step: bool) -> Callable[[], None]:
         target, turn, token_k, token_v = out[name], count(), new_k[:, :, :1], new_v[:, :, :1]
-        layers = [(k, v, problem(k[:, :, :Lk], v[:, :, :Lk])) for k, v in pairs[name]]
+        layers = [(k, v, problem(q, k[:, :, :Lk], v[:, :, :Lk])) for k, v in pairs[name]]
 
         def run() -> None:
             slot = Lk + next(turn) % ROOM
@@ -129,7 +112,9 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
         def run() -> None:
             slot = Lk + next(turn) * tokens % ROOM
             for first in range(0, tokens, each):
-                write(name, slot + first, first, each)
+                for k, v in pairs[name]:
+                    k[:, :, slot + first:slot + first + each] = new_k[:, :, first:first + each]
+                    v[:, :, slot + first:slot + first + each] = new_v[:, :, first:first + each]
         return run
 
     def library_append() -> None:
@@ -139,29 +124,18 @@ def prepare(shape: Shape, work: str, num_threads: int) -> Arms:
                     cache.truncate(Lk)
                 cache.append(new_k[:, :, first:first + 1], new_v[:, :, first:first + 1])
 
-    def compare(name: str) -> dict[str, np.ndarray]:
-        """What an arm wrote, from zeros, in the last layer; what it read is the same in all."""
-        tails = [x[:, :, Lk:] for x in pairs[name][-1]]
-        return {"out": out[name].copy(), "k": tails[0].copy(), "v": tails[1].copy()}
-
-    kinds = {"decode": ("decode", "step"), "append": ("append",), "chunk": ("chunk",)}[work]
-    arms = {f"{name} {kind}": decode(name, kind == "step") if work == "decode" else
-            append(name, 1, TOKENS) if work == "append" else append(name, CHUNK, CHUNK) for kind in kinds for name in LAYOUTS}
-    for kind in kinds:
-        answers = {}
-        for name in LAYOUTS:
-            for x in pairs[name][-1]:
-                x[:, :, Lk:] = 0
-            out[name][...] = 0
-            arms[f"{name} {kind}"]()
-            answers[f"{name} {kind}"] = compare(name)
+    kinds = ("decode", "step") if work == "decode" else (work,)
+    make = {"decode": lambda name: decode(name, False), "step": lambda name: decode(name, True),
+            "append": lambda name: append(name, 1, TOKENS), "chunk": lambda name: append(name, CHUNK, CHUNK)}
+    arms = {f"{name} {kind}": make[kind](name) for kind in kinds for name in LAYOUTS}
+    if work == "append":
+        arms["KVCache.append"] = library_append
+    for kind in kinds:      # what an arm wrote, from zeros, in the last layer; what it read is the same in all
+        written = {f"{name} {kind}": {"out": out[name], **dict(zip("kv", (x[:, :, Lk:] for x in pairs[name][-1])))}
+                   for name in LAYOUTS}
         if kind == "append":
-            arms["KVCache.append"] = library_append
-            for x in pairs["head-major"][-1]:
-                x[:, :, Lk:] = 0
-            library_append()
-            answers["KVCache.append"] = compare("head-major")
-        agree(f"{shape.label} {kind}", answers, TOLERANCE)
+            written["KVCache.append"] = written["head-major append"]
+        checked(f"{shape.label} {kind}", arms, written, "float32", before=0)
     return arms
 
 
@@ -198,14 +172,13 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
                       if Shape(B, H, Hkv, D, Lk).layer_bytes <= LARGEST_LAYER]
         found += [trial(work, Shape(B, H, Hkv, D, Lk), 1, 0.3) for work in ("append", "chunk")
                   for B, Lk in ((1, 512), (1, 2048), (1, 4096 - ROOM), (1, 4096), (8, 512))]
-    return list({t.label: t for t in found}.values())      # with one thread, "one" and "all" are the same
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- answer
 
-def _ratio(record: Record, kind: str) -> Mapping[str, float]:
-    found: Mapping[str, float] = record["ratios"][f"{LAYOUTS[0]} {kind}/{LAYOUTS[1]} {kind}"]
-    return found
+def _ratios(records: Sequence[Record], kind: str) -> list[Mapping[str, float]]:
+    return ratios(records, f"{LAYOUTS[0]} {kind}/{LAYOUTS[1]} {kind}")
 
 
 def _each(record: Record, arm: str) -> float:
@@ -223,12 +196,11 @@ def _share(decodes: Sequence[Record], appends: Sequence[Record]) -> float:
 def _short(decodes: Sequence[Record], appends: Sequence[Record], chunks: Sequence[Record]) -> str:
     sentences = []
     if decodes:
-        steps = [_ratio(r, "step") for r in decodes]
-        won, lost = sum(r["low"] > 1 for r in steps), sum(r["high"] < 1 for r in steps)
+        won, lost = sides(_ratios(decodes, "step"))
         winner = "Head-major wins" if won > lost else "Length-major wins" if lost > won else "Neither layout wins"
         sentences.append(f"{winner} a step of one append and one decode: head-major is faster in {won}, length-major in {lost} "
                          f"of {len(decodes)} cases.")
-    parts = [f"{what} {times_text(_ratio(r, kind) for r in own)}" for own, kind, what in (
+    parts = [f"{what} {times_text(_ratios(own, kind))}" for own, kind, what in (
         (decodes, "step", "the step"), (decodes, "decode", "decoding"), (appends, "append", "appending a token"),
         (chunks, "chunk", f"appending {CHUNK} tokens at once")) if own]
     sentences.append(f"Time length-major over head-major: {', '.join(parts)}.")
@@ -244,37 +216,26 @@ def _label(record: Record) -> str:
     return f"B{f['B']} H{f['H']}/{f['Hkv']} D{f['D']}" + (f" {f['threads']}T" if f["kind"] == "decode" else "")
 
 
-def answer(found: Found) -> Answer | None:
-    """What the layout of a cache costs; None without its records."""
-    records = [r for r in found["records"] if r["question"] == NAME]
-    if not records:
-        return None
+def answer(records: Sequence[Record], found: Found) -> Answer:
+    """What the layout of a cache costs."""
     decodes, appends, chunks = (of(records, kind=kind) for kind in ("decode", "append", "chunk"))
-    tables = []
-    if decodes:
-        tables.append(Table(
-            "Decoding over a cache", ["case", "Lk", "decode", "step", "decode head-major", "GB/s"],
-            [[_label(r), str(r["factors"]["Lk"]), ratio_text(_ratio(r, "decode")), ratio_text(_ratio(r, "step")),
-              time_text(_each(r, "head-major decode")), f"{r['bytes'] / r['arms']['head-major decode']['median'] / 1e9:.0f}"]
-             for r in decodes],
-            "Decode, step: time length-major over head-major. Then time of a layer, and keys and values that it reads a second."))
+
+    def ratio(kind: str) -> Callable[[Record], str]:
+        return lambda r: ratio_text(_ratios([r], kind)[0])
+
+    def time(arm: str) -> Callable[[Record], str]:
+        return lambda r: time_text(_each(r, arm))
+
+    case = {"case": _label, "Lk": lambda r: str(r["factors"]["Lk"])}
+    tables = [table("Decoding over a cache", decodes, {
+        **case, "decode": ratio("decode"), "step": ratio("step"), "decode head-major": time("head-major decode"),
+        "GB/s": rate_of("head-major decode", "bytes")},
+        "Decode, step: time length-major over head-major. Then time of a layer, and keys and values that it reads a second.")]
     for own, kind, title in ((appends, "append", "Appending a token"), (chunks, "chunk", f"Appending {CHUNK} tokens at once")):
-        more = ["KVCache.append"] if kind == "append" else []
-        if own:
-            tables.append(Table(
-                title, ["case", "Lk", "length/head", "head-major", "length-major", *more],
-                [[_label(r), str(r["factors"]["Lk"]), ratio_text(_ratio(r, kind)),
-                  *(time_text(_each(r, arm)) for arm in (f"head-major {kind}", f"length-major {kind}", *more))] for r in own],
-                "Time length-major over head-major; then times a layer, keys and values."))
-    threads = found["threads"]
-    all_threads, named = of(decodes, threads=threads), f", {threads} thread{'s' * (threads > 1)}"
-    panels = [_panel(title, own, kind) for own, kind, title in (
-        (all_threads, "step", f"step{named}"), (all_threads, "decode", f"decode{named}"), (appends, "append", "append a token"),
-        (chunks, "chunk", f"append {CHUNK} tokens")) if own]
-    picture = Picture(
-        "cache", "Length-major over head-major, by the number of cached tokens; above 1, head-major is faster.", "lines", {
-            "title": "A KV cache: length-major over head-major", "panels": panels, "x": "cached tokens Lk",
-            "y": "time length-major / time head-major", "x_log2": True})
+        more = {"KVCache.append": time("KVCache.append")} if kind == "append" else {}
+        tables.append(table(title, own, {**case, "length/head": ratio(kind), "head-major": time(f"head-major {kind}"),
+                                         "length-major": time(f"length-major {kind}"), **more},
+                            "Time length-major over head-major; then times a layer, keys and values."))
     method = (
         "float32. Head-major is (B, Hkv, capacity, D), the buffers of a fastmha.KVCache; length-major (B, capacity, Hkv, D). "
         f"Each call goes through up to {MOST_LAYERS} layers with a cache each, as many as hold {TURN_BYTES >> 20} MiB of keys "
@@ -288,14 +249,28 @@ def answer(found: Found) -> Answer | None:
         + ". An assignment in NumPy costs some time whatever it copies, which hides a part of the difference where a token is "
         f"small. The capacity is Lk + {ROOM}; head-major, where that is a power of two, the newest slots of all heads meet in "
         "the same cache sets.")
-    return Answer(_short(decodes, appends, chunks), method, limits, tables, [picture] if panels else [])
+    return Answer(_short(decodes, appends, chunks), method, limits, [t for t in tables if t.rows])
+
+
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    threads = found["threads"]
+    decodes, named = of(records, kind="decode", threads=threads), f", {threads} thread{'s' * (threads > 1)}"
+    panels = [_panel(title, own, kind) for own, kind, title in (
+        (decodes, "step", f"step{named}"), (decodes, "decode", f"decode{named}"),
+        (of(records, kind="append"), "append", "append a token"), (of(records, kind="chunk"), "chunk", f"append {CHUNK} tokens"))]
+    return lines("cache", "Length-major over head-major, by the number of cached tokens; above 1, head-major is faster.", panels,
+                 title="A KV cache: length-major over head-major", x="cached tokens Lk",
+                 y="time length-major / time head-major", x_log2=True)
 
 
 def _panel(title: str, records: Sequence[Record], work: str) -> dict[str, Any]:
-    series: dict[str, list[Record]] = {}
-    for r in sorted(records, key=lambda r: r["factors"]["Lk"]):
-        series.setdefault(_label(r).partition(f" {r['factors']['threads']}T")[0], []).append(r)
+    ordered = sorted(records, key=lambda r: r["factors"]["Lk"])
+    series = by(ordered, lambda r: _label(r).partition(f" {r['factors']['threads']}T")[0])
     return {"title": title, "reference": 1.0, "series": [
-        {"name": name, "x": [r["factors"]["Lk"] for r in own],
-         **{key: [_ratio(r, work)[part] for r in own] for key, part in (("y", "median"), ("low", "low"), ("high", "high"))}}
-        for name, own in series.items()]}
+        spread(name, [r["factors"]["Lk"] for r in own], _ratios(own, work)) for name, own in series.items()]}
+
+
+QUESTION = Question(
+    NAME, "The KV cache: head-major or length-major",
+    "Keys and values of past tokens head by head or token by token: which is faster to append to, which to decode over?", trials,
+    answer, pictures)

@@ -5,26 +5,23 @@ rows (B, L, heads · D), and ``layout="contiguous"``: a product for each head, i
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 
 from fastmha import analysis
-from fastmha.algorithms import product_by_blas
 from fastmha.multihead import MultiHeadAttention
+from fastmha.algorithms import product_by_blas
 from fastmha.planning import choose_layout
 from fastmha.study import cases
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, spread, time_text
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, by, lines, of, ratios, spread, table
 from fastmha.study.cases import Layer
 from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, differs, timed
+from fastmha.study.words import geomean, ratio_of, time_of
 
 NAME = "layers"
-TITLE = "The layer as a whole, and what \"auto\" chooses"
-QUESTION = ("A projection can write heads side by side or each contiguous: which makes the whole layer faster, and does "
-            'layout="auto" find it?')
-NEEDS: tuple[str, ...] = ()
 PASSES = ("inference", "training")
 QUICK_SECONDS, FULL_SECONDS = 0.5, 1.2
 WITHIN = 1.03       # of the better layout
@@ -73,7 +70,7 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
         centres = [Layer(1, L, 768, 12) for L in (128, 512, 1024)]
         found += [trial(layer, "inference", 1, seconds) for layer in centres]
         found += [trial(layer, what, num_threads, seconds, "blas") for layer in centres for what in PASSES]
-    return list({t.label: t for t in found}.values())
+    return found
 
 
 def auto(record: Record) -> tuple[str, str]:
@@ -93,7 +90,7 @@ def costs(record: Record) -> dict[str, float]:
     return {"median": max(1.0, median), "sure": max(1.0, kind) if differs(ratio) else 1.0}
 
 
-def auto_line(records: list[Record]) -> str:
+def auto_line(records: Sequence[Record]) -> str:
     """What "auto" costs against the better layout, and gains over always the one and always the other."""
     cost = [costs(r) for r in records]
     kept = sum(c["sure"] <= WITHIN for c in cost)
@@ -107,32 +104,31 @@ def auto_line(records: list[Record]) -> str:
             f"{over_strided:.3f} times as fast as always strided, {over_contiguous:.3f} times as fast as always contiguous.")
 
 
-def answer(found: Found) -> Answer | None:
-    records = [r for r in found["records"] if r["question"] == NAME]
-    if not records:
-        return None
-    rows = [[r["label"], time_text(r["arms"]["strided"]["median"]), time_text(r["arms"]["contiguous"]["median"]),
-             ratio_text(r["ratios"]["strided/contiguous"]), auto(r)[0], f"{costs(r)['median']:.2f}"] for r in records]
-    own = of(records, algorithm="auto", threads=found["threads"], dtype="float32", causal=False, Hkv=0)
-    series = []
-    for what in PASSES:
-        for D in sorted({r["factors"]["D"] for r in own if r["factors"]["B"] == 1}):
-            line = sorted(of(own, D=D, B=1, d_model=1024, **{"pass": what}), key=lambda r: r["factors"]["L"])
-            if len(line) > 1:
-                series.append(spread(f"D {D}, {what}", [r["factors"]["L"] for r in line],
-                                     [r["ratios"]["strided/contiguous"] for r in line]))
-    pictures = [Picture("layer_over_length", "Above 1 the layer is faster where each head is written contiguous.", "lines", {
-        "title": "The whole layer, heads written side by side or by head, d_model 1024",
-        "panels": [{"title": "", "series": series, "reference": 1.0}],
-        "x": "L, tokens a batch row", "y": "time strided / time contiguous (no unit)", "x_log2": True})] if series else []
-    return Answer(
-        short=auto_line(records),
-        method=__doc__.split("\n\n", 1)[1].replace("\n", " ").strip() +
-        " The output of the forward pass is its own gradient. The rule behind \"auto\" is `fastmha.planning.choose_layout`.",
-        limits="Self-attention; products by the library's own kernels but for the rows named blas. With other instruction sets, "
-               "and on machines with other caches, the rule is the same and may be off.",
-        tables=[Table("Layers", ("layer", "strided", "contiguous", "ratio", "auto", "its cost"), rows,
-                      "median time a call; ratio: time strided over time contiguous within a round, with half its interval, = "
-                      "where there is none; last, the time of auto's layout over that of the better.")],
-        pictures=pictures)
+def answer(records: Sequence[Record], found: Found) -> Answer:
+    method = (" ".join(__doc__.split("\n\n", 1)[1].split()) + " The output of the forward pass is its own gradient. The rule "
+              "behind \"auto\" is `fastmha.planning.choose_layout`.")
+    limits = ("Self-attention; products by the library's own kernels but for the rows named blas. With other instruction sets, "
+              "and on machines with other caches, the rule is the same and may be off.")
+    return Answer(auto_line(records), method, limits, [table("Layers", records, {
+        "layer": lambda r: r["label"], "strided": time_of("strided"),
+        "contiguous": time_of("contiguous"), "ratio": ratio_of("strided/contiguous"),
+        "auto": lambda r: auto(r)[0], "its cost": lambda r: f"{costs(r)['median']:.2f}"},
+        "median time a call; ratio: time strided over time contiguous within a round, with half its interval, = where there is "
+        "none; last, the time of auto's layout over that of the better.")])
 
+
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    own = of(records, algorithm="auto", threads=found["threads"], dtype="float32", causal=False, Hkv=0, B=1, d_model=1024)
+    own.sort(key=lambda r: (PASSES.index(r["factors"]["pass"]), r["factors"]["D"], r["factors"]["L"]))
+    series = [spread(name, [r["factors"]["L"] for r in line], ratios(line, "strided/contiguous"))
+              for name, line in by(own, lambda r: f"D {r['factors']['D']}, {r['factors']['pass']}").items() if len(line) > 1]
+    return lines("layer_over_length", "Above 1 the layer is faster where each head is written contiguous.",
+                 [{"title": "", "series": series, "reference": 1.0}],
+                 title="The whole layer, heads written side by side or by head, d_model 1024", x="L, tokens a batch row",
+                 y="time strided / time contiguous (no unit)", x_log2=True)
+
+
+QUESTION = Question(
+    NAME, 'The layer as a whole, and what "auto" chooses',
+    "A projection can write heads side by side or each contiguous: which makes the whole layer faster, and does "
+    'layout="auto" find it?', trials, answer, pictures)

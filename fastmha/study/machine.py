@@ -36,17 +36,28 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def caches() -> dict[str, int]:
-    """Bytes of the data caches that the first CPU sees, "L1d", "L2", "L3"; empty where the system does not tell."""
+def _data_caches(*wanted: str) -> dict[str, list[str]]:
+    """"L1d", "L2", "L3" -> what the system says of the data caches that the first CPU sees; empty where it does not tell."""
     found = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
-            level, kind, size = ((index / name).read_text().strip() for name in ("level", "type", "size"))
+        with suppress(OSError):
+            level, kind, *values = ((index / name).read_text().strip() for name in ("level", "type", *wanted))
             if kind != "Instruction":
-                found[f"L{level}{'d' if kind == 'Data' else ''}"] = int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]]
-        except (OSError, KeyError, ValueError):
-            continue
+                found[f"L{level}{'d' if kind == 'Data' else ''}"] = values
     return found
+
+
+def caches() -> dict[str, int]:
+    """Bytes of the data caches, by name."""
+    return {name: int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]] for name, (size,) in _data_caches("size").items()
+            if size[:-1].isdigit() and size[-1] in "KMG"}
+
+
+def geometry() -> dict[str, dict[str, int]]:
+    """Name -> {"ways", "sets"} of the data caches with lines of 64 bytes."""
+    told = _data_caches("coherency_line_size", "ways_of_associativity", "number_of_sets")
+    return {name: {"ways": int(ways), "sets": int(sets)} for name, (line, ways, sets) in told.items()
+            if line == "64" and ways.isdigit() and sets.isdigit() and int(ways) and int(sets)}
 
 
 def last_level_bytes() -> int:
@@ -106,20 +117,6 @@ def _read_speed(num_threads: int, seconds: float) -> float:
             reader.join()
 
     return buffer.nbytes / _best(read_all, seconds)
-
-
-def geometry() -> dict[str, dict[str, int]]:
-    """"L1d", "L2", "L3" -> {"ways", "sets"} of the data caches of the first CPU; empty where the system does not tell."""
-    found = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
-            level, kind, ways, sets, line = ((index / name).read_text().strip() for name in (
-                "level", "type", "ways_of_associativity", "number_of_sets", "coherency_line_size"))
-            if kind != "Instruction" and int(line) == 64 and int(ways) > 0 and int(sets) > 0:
-                found[f"L{level}{'d' if kind == 'Data' else ''}"] = {"ways": int(ways), "sets": int(sets)}
-        except (OSError, ValueError):
-            continue
-    return found
 
 
 def memory(nbytes: int, huge: bool = True) -> np.ndarray:

@@ -1,14 +1,8 @@
 """Operations and bytes of a layer: what `fastmha.analysis` counts on paper against what a process holds and how long it takes.
 
 Each measurement is a process of its own, which this module runs with the work as its one argument (`python -m
-fastmha.study.memory`). It makes what the count has, weights, input and for a training step the output's gradient, gives back to
-the system what making them has left in the allocator, and calls the layer: the peak of its resident memory, above what was
-resident before any of them was made, stands against `analysis.count_memory_bytes`. The works::
-
-    blas, weights   forward with ``need_weights=True``: the score matrices are materialised, as the textbook has them
-    blas            the same products, but only blocks of the scores exist at a time: the count less the score matrices
-    tiled           no scores
-    … training      forward and backward
+fastmha.study.memory`). The works: "blas, weights", the score matrices materialised, as the textbook has them; "blas", the same
+products, but only blocks of the scores exist at a time; "tiled", no scores; "…, training", forward and backward.
 """
 from __future__ import annotations
 
@@ -29,15 +23,11 @@ from typing import Any
 import numpy as np
 
 from fastmha import MultiHeadAttention, analysis, plan
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, of
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, by, lines, of, spread, table
 from fastmha.study.trial import Trial, interval
+from fastmha.study.words import bytes_text
 
 NAME = "memory"
-TITLE = "Operations, bytes and the length of the sequence"
-QUESTION = ("Where do the operations and the bytes of a layer go as sequences grow, and does a process hold and take what "
-            "is counted on paper?")
-NEEDS: tuple[str, ...] = ()
-
 DOMINATES = 64_000_000      # counted bytes from which stacks, kept scratch and the allocator's slack are a small part
 TOLERANCE = 0.10
 LARGEST_SHARE = 0.5         # of the free memory that a measurement may take
@@ -125,15 +115,9 @@ def free_bytes() -> int | None:
 
 
 def measure(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
-    """Run a work in a process of its own.
-
-    Returns
-    -------
-    dict
-        "counted_bytes", "components" (counted), "held_bytes" (counted, of what the library holds), "scratch_bytes" (planned,
-        not counted), "flops", and either "peak_bytes" and "seconds" {"best", "median", "low", "high", "calls"}, or "missing":
-        why they could not be measured.
-    """
+    """Run a work in a process of its own: "counted_bytes", "components" (counted), "held_bytes" (counted, of what the library
+    holds), "scratch_bytes" (planned, not counted), "flops", and either "peak_bytes" and "seconds" {"best", "median", "low",
+    "high", "calls"}, or "missing": why they could not be measured."""
     components = dict(work.counted)
     about = {"counted_bytes": components.pop("total"), "components": components, "held_bytes": work.held,
              "scratch_bytes": work.scratch(num_threads), "flops": work.flops}
@@ -276,45 +260,41 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
 
 # ------------------------------------------------------------------------------------------------ the answer
 
-def answer(found: Found) -> Answer | None:
-    """Sentences, tables and pictures from the records of this question."""
-    own = [r for r in found["records"] if r["question"] == NAME]
-    measured = [r for r in own if "peak_bytes" in r]
-    if not own:
-        return None
-    d_model, H = own[0]["factors"]["d_model"], own[0]["factors"]["H"]
-    series = {arm: of_arm(measured, arm) for arm in ("blas, weights", "blas", "tiled")}
+ARMS = ("blas, weights", "blas", "tiled")       # of the pictures over the length
+
+
+def answer(records: Sequence[Record], found: Found) -> Answer:
+    """Sentences and tables."""
+    measured, d_model, H = measured_of(records), records[0]["factors"]["d_model"], records[0]["factors"]["H"]
+    series = {arm: of_arm(measured, arm) for arm in ARMS}
     short = " ".join(filter(None, (agreement(measured), growth_sentence(series), blocks_sentence(measured),
-                                   crossover_sentence(d_model))))
-    pictures = [flops_picture(d_model, H), intensity_picture(d_model, H, found)]
-    if measured:
-        pictures = [memory_picture(series), time_picture(series), components_picture(measured),
-                    *roofline_picture(measured, found), *pictures]
-    return Answer(
-        short=short,
-        method=("Counted: fastmha.analysis, every array of a layer once, float32, no bias, no mask. Measured: one call of "
-                "MultiHeadAttention in a process of its own: the peak of its resident memory above what was resident before "
-                "weights and input were made, after a tiny call that brings code, threads and BLAS's buffers into memory. "
-                "Times are of later calls in the same process, the growth of the fastest, "
-                "and contain the page faults of fresh memory, which every call of such sizes has."),
-        limits=(f"Counts below {bytes_text(DOMINATES)} are not judged: scratch and the allocator's slack, a few MB, are no "
-                "small part of them. The scratch of a training step by tiled is about 2 L D numbers a thread, so that many "
-                "threads hold more above the count than two. The "
-                "count of operations tells nothing about how fast each kind runs: those of the softmax are slower than those of "
-                "products."),
-        tables=[t for t in (*(memory_table(shape, list(filter(textbook, records))) for shape, records in by_shape(own).items()),
-                            *(blocks_table(shape, [r for r in records if not textbook(r)])
-                              for shape, records in by_shape(own).items()),
-                            growth_table(series), analysis_table(d_model, H)) if t.rows],
-        pictures=pictures)
+                                   f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for "
+                                   f"d_model {d_model} at {analysis.crossover_length(d_model)}.")))
+    method = (
+        "Counted: fastmha.analysis, every array of a layer once, float32, no bias, no mask. Measured: one call of "
+        "MultiHeadAttention in a process of its own: the peak of its resident memory above what was resident before weights and "
+        "input were made, after a tiny call that brings code, threads and BLAS's buffers into memory. Times are of later calls "
+        "in the same process, the growth of the fastest, and contain the page faults of fresh memory, which every call of such "
+        "sizes has.")
+    limits = (f"Counts below {bytes_text(DOMINATES)} are not judged: scratch and the allocator's slack, a few MB, are no small "
+              "part of them. The scratch of a training step by tiled is about 2 L D numbers a thread, so that many threads hold "
+              "more above the count than two. The count of operations tells nothing about how fast each kind runs: those of the "
+              "softmax are slower than those of products.")
+    shapes = by(records, lambda r: factors_text(r["factors"]))
+    tables = [*(memory_table(shape, list(filter(textbook, own))) for shape, own in shapes.items()),
+              *(blocks_table(shape, [r for r in own if not textbook(r)]) for shape, own in shapes.items()),
+              growth_table(series), analysis_table(d_model, H)]
+    return Answer(short, method, limits, [t for t in tables if t.rows])
+
+
+def measured_of(records: Iterable[Record]) -> list[Record]:
+    return [r for r in records if "peak_bytes" in r]
 
 
 def of_arm(records: Iterable[Record], arm: str) -> list[Record]:
     """Records of an arm by length, of the shape of the first."""
     records = list(records)
-    if not records:
-        return []
-    shape = {name: records[0]["factors"][name] for name in ("B", "d_model", "H")}
+    shape = {name: records[0]["factors"][name] for name in ("B", "d_model", "H")} if records else {}
     return sorted(of(records, arm=arm, **shape), key=lambda r: r["factors"]["L"])
 
 
@@ -387,46 +367,33 @@ def blocks_sentence(measured: Sequence[Record]) -> str:
             f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
 
 
-def crossover_sentence(d_model: int) -> str:
-    return (f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for d_model {d_model} at "
-            f"{analysis.crossover_length(d_model)}.")
-
-
-def by_shape(own: Sequence[Record]) -> dict[str, list[Record]]:
-    found: dict[str, list[Record]] = {}
-    for record in own:
-        found.setdefault(factors_text(record["factors"]), []).append(record)
-    return found
-
-
 def row_name(record: Record) -> str:
     return f"{record['factors']['arm']}, L {record['factors']['L']}"
 
 
+def bytes_of(name: str) -> Callable[[Record], str]:
+    return lambda r: bytes_text(r[name]) if name in r else ""
+
+
 def memory_table(shape: str, own: Sequence[Record]) -> Table:
-    rows = []
-    for r in own:
-        rest = ("", "", r["missing"]) if "missing" in r else (bytes_text(r["peak_bytes"]), f"{ratio(r):.2f}", verdict(r))
-        rows.append((row_name(r), bytes_text(r["counted_bytes"]), *rest, bytes_text(r["scratch_bytes"])))
-    return Table(f"Peak memory, {shape}", ("", "counted", "measured", "ratio", f"within {TOLERANCE:.0%}", "scratch"), rows,
-                 f"small: counted below {bytes_text(DOMINATES)}, not judged. weights: the score matrices are asked for, and so "
-                 "materialised. training: forward and backward. scratch: planned, of all threads, not counted.")
+    def verdict(r: Record) -> str:
+        return "small" if r["counted_bytes"] < DOMINATES else "yes" if within(r) else "NO"
 
-
-def verdict(record: Record) -> str:
-    """Of a record that was measured."""
-    return "small" if record["counted_bytes"] < DOMINATES else "yes" if within(record) else "NO"
+    return table(f"Peak memory, {shape}", own, {
+        "": row_name, "counted": bytes_of("counted_bytes"), "measured": bytes_of("peak_bytes"),
+        "ratio": lambda r: "" if "missing" in r else f"{ratio(r):.2f}",
+        f"within {TOLERANCE:.0%}": lambda r: r.get("missing") or verdict(r), "scratch": bytes_of("scratch_bytes")},
+        f"small: counted below {bytes_text(DOMINATES)}, not judged. weights: the score matrices are asked for, and so "
+        "materialised. training: forward and backward. scratch: planned, of all threads, not counted.")
 
 
 def blocks_table(shape: str, own: Sequence[Record]) -> Table:
-    rows = []
-    for r in own:
-        rest = ("", r["missing"]) if "missing" in r else (
-            bytes_text(r["peak_bytes"]), f"{r['peak_bytes'] / r['held_bytes']:.2f}")
-        rows.append((row_name(r), bytes_text(r["counted_bytes"]), bytes_text(r["held_bytes"]), *rest))
-    return Table(f"Peak memory of blas without weights, {shape}", ("", "textbook", "no scores", "measured", "ratio"), rows,
-                 "Where nobody asks for weights, blas computes scores in blocks that stay in the caches and keeps none: textbook "
-                 "is the count with score matrices, no scores the count without; ratio: measured over the latter.")
+    return table(f"Peak memory of blas without weights, {shape}", own, {
+        "": row_name, "textbook": bytes_of("counted_bytes"), "no scores": bytes_of("held_bytes"),
+        "measured": bytes_of("peak_bytes"),
+        "ratio": lambda r: r.get("missing") or f"{r['peak_bytes'] / r['held_bytes']:.2f}"},
+        "Where nobody asks for weights, blas computes scores in blocks that stay in the caches and keeps none: textbook is the "
+        "count with score matrices, no scores the count without; ratio: measured over the latter.")
 
 
 def growth_table(series: Mapping[str, Sequence[Record]]) -> Table:
@@ -435,10 +402,9 @@ def growth_table(series: Mapping[str, Sequence[Record]]) -> Table:
     rows = []
     for arm, records in series.items():
         by_length = {r["factors"]["L"]: r for r in records}
-        pairs = [[by_length[a], by_length[b]] if a in by_length and b in by_length else None for a, b in steps]
-        if any(pairs):
-            rows += [(f"{arm}: {what}", *("" if pair is None else f"{exponent(pair, value):.2f}" for pair in pairs))
-                     for what, value in GROWTH]
+        pairs = [[by_length[L] for L in step] if set(step) <= by_length.keys() else None for step in steps]
+        rows += [(f"{arm}: {what}", *((pair and f"{exponent(pair, value):.2f}") or "" for pair in pairs))
+                 for what, value in GROWTH if any(pairs)]
     return Table(f"Growth of a forward pass with the length, p of L^p, {shape_text(series)}",
                  ("", *(f"{a}–{b}" for a, b in steps)), rows,
                  "1: linear, 2: quadratic. Bytes are those without the parameters, for blas without weights also without score "
@@ -451,41 +417,51 @@ def analysis_lengths(d_model: int) -> list[int]:
 
 
 def analysis_table(d_model: int, H: int) -> Table:
-    rows = []
-    for L in analysis_lengths(d_model):
-        parts = flop_parts(1, L, d_model, H)
-        rows.append((f"{L}", *(f"{n / 1e9:.3g}" for n in parts.values()),
-                     f"{(parts['attention'] + parts['softmax']) / sum(parts.values()):.0%}",
-                     *(f"{analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name):.0f}" for name in ("blas", "tiled"))))
-    return Table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32",
-                 ("L", "projections", "attention", "softmax", "share", "blas", "tiled"), rows,
-                 "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; "
-                 "FLOP/byte with scores in memory (blas) and without (tiled).")
+    def intensity(algorithm: str) -> Callable[[Record], str]:
+        return lambda r: f"{analysis.arithmetic_intensity(1, r['L'], d_model, H, algorithm=algorithm):.0f}"
+
+    def operations(part: str) -> Callable[[Record], str]:
+        return lambda r: f"{r['parts'][part] / 1e9:.3g}"
+
+    counted = [{"L": L, "parts": flop_parts(1, L, d_model, H)} for L in analysis_lengths(d_model)]
+    return table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32", counted, {
+        "L": lambda r: f"{r['L']}", **{part: operations(part) for part in ("projections", "attention", "softmax")},
+        "share": lambda r: f"{1 - r['parts']['projections'] / sum(r['parts'].values()):.0%}",
+        **{name: intensity(name) for name in ("blas", "tiled")}},
+        "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; FLOP/byte with "
+        "scores in memory (blas) and without (tiled).")
 
 
-def line(name: str, records: Sequence[Record], value: Callable[[Record], float], spread: str = "") -> dict[str, Any]:
-    drawn = {"name": name, "x": [r["factors"]["L"] for r in records], "y": [value(r) for r in records]}
-    return {**drawn, **{end: [r[spread][end] for r in records] for end in ("low", "high")}} if spread else drawn
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    measured, shape = measured_of(records), {name: records[0]["factors"][name] for name in ("d_model", "H")}
+    drawn = [flops_picture(**shape), intensity_picture(**shape, found=found)]
+    if not measured:
+        return drawn
+    series = {arm: own for arm in ARMS if (own := of_arm(measured, arm))}
+    return [*memory_picture(series), *time_picture(series), components_picture(measured), *roofline_picture(measured, found),
+            *drawn]
 
 
-def memory_picture(series: Mapping[str, Sequence[Record]]) -> Picture:
-    lines = [one for arm, records in series.items() if records
-             for one in ((line(f"{arm}, counted", records, lambda r: r["held_bytes"] / 1e6)),
-                         line(f"{arm}, measured", records, lambda r: r["peak_bytes"] / 1e6))]
-    return Picture("memory_over_length", "Peak memory of a forward pass over the length of the sequence, both axes logarithmic: "
-                   "counted, for blas without weights less the score matrices, and measured.", "lines",
-                   {"title": f"Memory of a forward pass, {shape_text(series)}, float32",
-                    "panels": [{"title": "", "series": lines}],
-                    "x": "sequence length L", "y": "peak memory (MB)", "x_log2": True, "y_log": True})
+def over_length(name: str, caption: str, title: str, y: str, panel: Mapping[str, Any]) -> list[Picture]:
+    """Lines over the length of the sequence."""
+    return lines(name, caption, [{"title": "", **panel}], title=title, x="sequence length L", y=y, x_log2=True, y_log=True)
 
 
-def time_picture(series: Mapping[str, Sequence[Record]]) -> Picture:
-    lines = [line(arm, records, lambda r: r["seconds"]["median"], "seconds") for arm, records in series.items() if records]
-    return Picture("time_over_length", "Time of a forward pass over the length of the sequence, both axes logarithmic; the mark "
-                   "is the length at which the products over the pairs have as many operations as the projections.", "lines",
-                   {"title": f"Time of a forward pass, {shape_text(series)}, float32",
-                    "panels": [{"title": "", "series": lines, "marks": marks(series)}],
-                    "x": "sequence length L", "y": "time (s)", "x_log2": True, "y_log": True})
+def memory_picture(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
+    drawn = [{"name": f"{arm}, {name}", "x": [r["factors"]["L"] for r in own], "y": [r[of] / 1e6 for r in own]}
+             for arm, own in series.items() for name, of in (("counted", "held_bytes"), ("measured", "peak_bytes"))]
+    return over_length("memory_over_length", "Peak memory of a forward pass over the length of the sequence, both axes "
+                       "logarithmic: counted, for blas without weights less the score matrices, and measured.",
+                       f"Memory of a forward pass, {shape_text(series)}, float32", "peak memory (MB)", {"series": drawn})
+
+
+def time_picture(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
+    drawn = [spread(arm, [r["factors"]["L"] for r in own], [r["seconds"] for r in own]) for arm, own in series.items()]
+    lengths, length = [x for one in drawn for x in one["x"]], analysis.crossover_length(first(series)["d_model"])
+    marks = [(length, f"crossover {length}")] if drawn and min(lengths) <= length <= max(lengths) else []
+    return over_length("time_over_length", "Time of a forward pass over the length of the sequence, both axes logarithmic; the "
+                       "mark is the length at which the products over the pairs have as many operations as the projections.",
+                       f"Time of a forward pass, {shape_text(series)}, float32", "time (s)", {"series": drawn, "marks": marks})
 
 
 def first(series: Mapping[str, Sequence[Record]]) -> Mapping[str, Any]:
@@ -500,28 +476,21 @@ def factors_text(factors: Mapping[str, Any]) -> str:
     return f"B {factors['B']}, d_model {factors['d_model']}, {factors['H']} heads"
 
 
-def marks(series: Mapping[str, Sequence[Record]]) -> list[tuple[int, str]]:
-    length = analysis.crossover_length(first(series)["d_model"])
-    drawn = [r["factors"]["L"] for records in series.values() for r in records]
-    return [(length, f"crossover {length}")] if drawn and min(drawn) <= length <= max(drawn) else []
-
-
 def components_picture(measured: Sequence[Record]) -> Picture:
     """Of each arm the longest sequence that all of them have, else its own longest."""
-    arms = list(dict.fromkeys(r["factors"]["arm"] for r in measured))
-    by_arm = {arm: of_arm(measured, arm) for arm in arms}
-    by_arm = {arm: records for arm, records in by_arm.items() if records}
-    shared = set.intersection(*({r["factors"]["L"] for r in records} for records in by_arm.values()))
+    arms = {arm: {r["factors"]["L"]: r for r in of_arm(measured, arm)} for arm in by(measured, lambda r: r["factors"]["arm"])}
+    arms = {arm: own for arm, own in arms.items() if own}
+    shared = set.intersection(*map(set, arms.values()))
     bars = []
-    for arm, records in by_arm.items():
-        record = next((r for r in records if shared and r["factors"]["L"] == max(shared)), records[-1])
-        parts = [{"name": name, "value": n / 1e6} for name, n in record["components"].items()]
-        group = f"{arm}, L {record['factors']['L']}"
-        bars += [{"label": "counted", "group": group, "parts": parts},
-                 {"label": "measured", "group": group, "parts": [{"name": "measured", "value": record["peak_bytes"] / 1e6}]}]
+    for arm, own in arms.items():
+        L = max(shared or own)
+        parts = [{"name": name, "value": n / 1e6} for name, n in own[L]["components"].items()]
+        peak = [{"name": "measured", "value": own[L]["peak_bytes"] / 1e6}]
+        bars += [{"label": label, "group": f"{arm}, L {L}", "parts": each}
+                 for label, each in (("counted", parts), ("measured", peak))]
+    title = f"Memory by component, {shape_text({arm: list(own.values()) for arm, own in arms.items()})}, float32"
     return Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights keeps "
-                   "only blocks of its scores.", "stacked_bars",
-                   {"title": f"Memory by component, {shape_text(by_arm)}, float32", "bars": bars, "x": "memory (MB)"})
+                   "only blocks of its scores.", "stacked_bars", {"title": title, "bars": bars, "x": "memory (MB)"})
 
 
 def roofline_picture(measured: Sequence[Record], found: Found) -> list[Picture]:
@@ -533,40 +502,34 @@ def roofline_picture(measured: Sequence[Record], found: Found) -> list[Picture]:
 
 
 def flops_picture(d_model: int, H: int) -> Picture:
-    lengths = analysis_lengths(d_model)
+    lengths, length = analysis_lengths(d_model), analysis.crossover_length(d_model)
     parts = [flop_parts(1, L, d_model, H) for L in lengths]
-    length = analysis.crossover_length(d_model)
-    return Picture("flops_over_length", f"Operations of a forward pass by part, counted; at L = 2 d_model = {length} the "
-                   "products over the pairs overtake the projections.", "lines",
-                   {"title": f"Operations of a forward pass, B 1, d_model {d_model}, {H} heads",
-                    "panels": [{"title": "", "series": [{"name": name, "x": lengths, "y": [p[name] / 1e9 for p in parts]}
-                                                        for name in parts[0]], "marks": [(length, f"crossover {length}")]}],
-                    "x": "sequence length L", "y": "operations (GFLOP)", "x_log2": True, "y_log": True})
+    series = [{"name": name, "x": lengths, "y": [p[name] / 1e9 for p in parts]} for name in parts[0]]
+    return over_length("flops_over_length", f"Operations of a forward pass by part, counted; at L = 2 d_model = {length} the "
+                       "products over the pairs overtake the projections.",
+                       f"Operations of a forward pass, B 1, d_model {d_model}, {H} heads", "operations (GFLOP)",
+                       {"series": series, "marks": [(length, f"crossover {length}")]})[0]
 
 
 def intensity_picture(d_model: int, H: int, found: Found) -> Picture:
     """With the machine's own balance where its limits are known."""
-    lengths = analysis_lengths(d_model)
-    panel: dict[str, Any] = {"title": "", "series": [
+    lengths, limits = analysis_lengths(d_model), found.get("limits") or {}
+    panel: dict[str, Any] = {"series": [
         {"name": name, "x": lengths, "y": [analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name) for L in lengths]}
         for name in ("blas", "tiled")]}
-    limits, caption = found.get("limits") or {}, "Counted operations over counted bytes, every array once."
+    caption = "Counted operations over counted bytes, every array once."
     if limits:
         panel["reference"] = limits["float32"] / limits["read"]
         caption += (" The horizontal line is where this machine's arithmetic takes as long as its memory: above, arithmetic is "
                     "the limit.")
-    return Picture("intensity_over_length", caption, "lines",
-                   {"title": f"Arithmetic intensity of a forward pass, B 1, d_model {d_model}, {H} heads, float32",
-                    "panels": [panel], "x": "sequence length L", "y": "FLOP/byte", "x_log2": True, "y_log": True})
+    title = f"Arithmetic intensity of a forward pass, B 1, d_model {d_model}, {H} heads, float32"
+    return over_length("intensity_over_length", caption, title, "FLOP/byte", panel)[0]
 
 
-def bytes_text(number: float) -> str:
-    """Three digits: "1.61 GB", "37.7 MB"."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if number >= scale:
-            value = number / scale
-            return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f} {unit}"
-    return f"{number:.0f} bytes"
+QUESTION = Question(
+    NAME, "Operations, bytes and the length of the sequence",
+    "Where do the operations and the bytes of a layer go as sequences grow, and does a process hold and take what is counted on "
+    "paper?", trials, answer, pictures)
 
 
 if __name__ == "__main__":

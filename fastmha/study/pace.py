@@ -29,22 +29,11 @@ FRESH_BYTES = 64 << 20
 
 
 def calibrated(num_threads: int, limits: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds that a unit of each kind of work takes here.
+    """Seconds that a unit of each kind of work takes here, with `limits` of `machine.limits` and `about` of `machine.describe`.
 
-    Parameters
-    ----------
-    num_threads : int
-    limits : dict
-        Of `machine.limits`.
-    about : dict
-        Of `machine.describe`: what the footer of a picture needs.
-
-    Returns
-    -------
-    dict
-        "tiled forward", "tiled backward", "blas forward", "blas backward", "product": an operation in float32; the same with
-        " 1T" behind: with one thread; "read": a byte out of memory; "fresh": a byte of memory that is new to the process,
-        written; "process": to start one that imports this library; "picture": to draw one.
+    "tiled forward", "tiled backward", "blas forward", "blas backward", "product": an operation in float32; the same with " 1T"
+    behind: with one thread; "read": a byte out of memory; "fresh": a byte of memory that is new to the process, written;
+    "process": to start one that imports this library; "picture": to draw one.
     """
     from fastmha.study import cases, heads, memory, plots
 
@@ -84,25 +73,10 @@ def _median(function: Callable[[], object], calls: int = 3, first: bool = True) 
 class Budget:
     """Which trial is next, and how long it may take.
 
-    Parameters
-    ----------
-    trials : sequence of Trial
-        Those to be measured.
-    costs : dict
-        What `calibrated` returned; without it a trial takes the seconds that are planned.
-    limit : float, optional
-        Seconds, all in all. Without it nothing is shortened or left out.
-    spent, after : float
-        Seconds that passed before, and that what follows the last trial will take.
-    measured : collection of str
-        Questions with records already: even their last trial may be left out.
-
-    Attributes
-    ----------
-    announced : float
-        Seconds, all in all, that it will take.
-    kept : list of Trial
-        Those for which there seems to be time.
+    `costs`, what `calibrated` returned: without it a trial takes the seconds that are planned. `limit`, seconds, all in all:
+    without it nothing is shortened or left out. `spent`, `after`: seconds that passed before, and that what follows the last
+    trial will take. `measured`, questions with records already: even their last trial may be left out. `announced` is how many
+    seconds it will take, all in all, `kept` the trials for which there seems to be time.
     """
 
     def __init__(self, trials: Sequence[Trial], costs: Mapping[str, float] | None = None, limit: float | None = None,

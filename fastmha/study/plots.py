@@ -27,7 +27,8 @@ Found = Mapping[str, Any]
 WIDTH, DPI = 10.0, 130                  # inches; pixels per inch
 CHARACTER = {8: 0.068, 9: 0.076, 12: 0.112}     # inches of a wide one, by size in points
 LABEL, GAP = 42, 0.1                    # characters of a row's label before it is wrapped; inches between header, panels, footer
-LEAST_SPAN, MOST_SPAN = 1.1, 1.25       # a heat map's greys reach to so many times `centre`, at least: noise stays grey; at most
+LEAST_SPAN, MOST_SPAN = 1.1, 1.25       # a heat map's shades reach to so many times `centre`, at least: noise stays pale; at most
+SHADES = ("#1f4e8c", "0.97", "#e8912d")         # below `centre`, at it, above: without colours dark and light
 NOT_MEASURED = {"facecolor": "white", "hatch": "xxxx", "edgecolor": "0.6", "linewidth": 0}
 
 # fills differ in grey and in hatch, lines in dashes and in marker; whoever draws more than there are starts again
@@ -38,14 +39,15 @@ STROKES: tuple[dict[str, Any], ...] = tuple({"color": grey, "linestyle": dashes,
     ("0.0", "-", "o"), ("0.35", "--", "s"), ("0.0", ":", "^"), ("0.5", "-", "D"), ("0.0", "-.", "v"), ("0.35", (0, (7, 2)), "x"),
     ("0.0", (0, (1, 2)), "P"), ("0.5", "--", "<"), ("0.0", (0, (5, 1, 1, 1, 1, 1)), ">"), ("0.35", ":", "*")))
 MARKERS = "osD^vP<>X*ph"
+CONTOUR = {"color": "black", "linewidth": 2.2, "solid_capstyle": "projecting"}
 EDGE = {"edgecolor": "black", "linewidth": 0.7}
 
 
 def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, shade: str,
               centre: float = 1.0) -> None:
-    """Maps side by side on one scale of greys around `centre`. A panel: {"title", "columns": texts, "rows": texts, "values":
-    rows of numbers or None where nothing was measured, "texts": the same with what each cell says}. `x`, `y`, `shade`: what
-    the axes and the shade mean, with units."""
+    """Maps side by side on one scale of shades that part at `centre`, where a line runs between the cells. A panel: {"title",
+    "columns": texts, "rows": texts, "values": rows of numbers or None where nothing was measured, "texts": the same with what
+    each cell says}. `x`, `y`, `shade`: what the axes and the shade mean, with units."""
     maps = [np.array(p["values"], dtype=float).reshape(len(p["rows"]), len(p["columns"])) for p in panels]
     position, value = _around(centre, np.concatenate([m[np.isfinite(m)] for m in maps]))
     said = [text.split("\n") for p in panels for row in p["texts"] for text in row if text]
@@ -60,20 +62,21 @@ def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[
     sideways = max(len(c) for p in panels for c in p["columns"]) * CHARACTER[9] > (width - names - 1.9) / columns / wide * cell
     below = (CHARACTER[9] * max(len(c) for p in panels for c in p["columns"]) if sideways else 0.2) + 0.25
     figure, grid = _figure(width, max(2.2, sum(heights) + len(heights) * (0.45 + below)), len(panels), columns, heights)
-    greys = LinearSegmentedColormap.from_list("greys", ("0.97", "0.15"))
+    colours = LinearSegmentedColormap.from_list("sides", SHADES)
     empty = any(not np.isfinite(m).all() for m in maps)
     for index, (panel, values) in enumerate(zip(panels, maps, strict=True)):
         axes = grid[index]
         axes.set_facecolor("white")
         shades = position(values)
-        image = axes.imshow(np.ma.masked_invalid(shades), cmap=greys, vmin=-1, vmax=1, aspect="auto")
+        image = axes.imshow(np.ma.masked_invalid(shades), cmap=colours, vmin=-1, vmax=1, aspect="auto")
         for row, column in np.ndindex(*values.shape):
             if np.isfinite(values[row, column]):
-                dark = shades[row, column] > 0.24        # from there on white has the greater contrast
+                dark = _luminance(colours((shades[row, column] + 1) / 2)) < 0.18     # there white has the greater contrast
                 axes.text(column, row, _plain(panel["texts"][row][column]), ha="center", va="center", fontsize=8,
                           color="white" if dark else "black")
             else:
                 axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **NOT_MEASURED))
+        _contour(axes, values, centre)
         axes.set_xticks(range(len(panel["columns"])), [_plain(c) for c in panel["columns"]], fontsize=9,
                         rotation=90 if sideways else 0)
         axes.set_yticks(range(len(panel["rows"])), [_wrapped(r, LABEL) for r in panel["rows"]], fontsize=9)
@@ -92,8 +95,24 @@ def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[
     bar = figure.colorbar(image, ax=grid, ticks=ticks, aspect=30, fraction=0.06, pad=0.02)
     bar.set_ticklabels([_number(value(t)) for t in ticks])
     bar.set_label(_wrapped(shade, int(max(2.0, sum(heights)) / CHARACTER[9])))
-    bar.ax.axhline(0, color="black", linewidth=1)
-    _save(figure, path, found, title, [Patch(label="not measured", **NOT_MEASURED)] if empty else [])
+    bar.ax.axhline(0, **CONTOUR)
+    _save(figure, path, found, title, [Line2D([], [], label=f"between values below {centre:.2f} and others", **CONTOUR),
+                                       *([Patch(label="not measured", **NOT_MEASURED)] if empty else [])])
+
+
+def _contour(axes: Any, values: np.ndarray, centre: float) -> None:
+    """A line along the edges of cells between values below the centre and others."""
+    above = np.where(np.isfinite(values), values >= centre, np.nan)
+    for row, column in zip(*np.nonzero(np.abs(np.diff(above, axis=1)) == 1)):
+        axes.plot([column + 0.5] * 2, [row - 0.5, row + 0.5], **CONTOUR)
+    for row, column in zip(*np.nonzero(np.abs(np.diff(above, axis=0)) == 1)):
+        axes.plot([column - 0.5, column + 0.5], [row + 0.5] * 2, **CONTOUR)
+
+
+def _luminance(colour: Sequence[float]) -> float:
+    """Of a colour of sRGB, as the contrast of the Web Content Accessibility Guidelines takes it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def _around(centre: float, values: np.ndarray) -> tuple[Callable[[Any], Any], Callable[[float], float]]:

@@ -1,28 +1,24 @@
-"""The questions of the study, in their order. Each is a module with
-
-    NAME, TITLE, QUESTION           its name for --only, its heading, what it asks
-    trials(quick, num_threads)      what is measured for it; it may be nothing
-    answer(found)                   sentences, tables and pictures from all results, or None where its records are missing
-    NEEDS                           names of questions whose records it looks at besides its own
-"""
+"""The questions of the study, in their order."""
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from types import ModuleType
 
 from fastmha.study import counts, crossover, heads, kv_cache, layers, memory, projections, strides, textbook
+from fastmha.study.answer import Question
 from fastmha.study.trial import Trial
 
-ALL: tuple[ModuleType, ...] = (heads, strides, projections, crossover, kv_cache, textbook, counts, layers, memory)
-NAMES = tuple(question.NAME for question in ALL)
+ALL = tuple(module.QUESTION for module in (heads, strides, projections, crossover, kv_cache, textbook, counts, layers, memory))
+NAMES = tuple(question.name for question in ALL)
 
 
-def chosen(only: Collection[str]) -> list[ModuleType]:
+def chosen(only: Collection[str]) -> list[Question]:
     """The questions of these names; all where none is named."""
-    return [question for question in ALL if not only or question.NAME in only]
+    return [question for question in ALL if not only or question.name in only]
 
 
-def trials(questions: Sequence[ModuleType], quick: bool, num_threads: int) -> list[Trial]:
-    """The trials of these questions and of those that they need, each once, in the order of `ALL`."""
-    names = {name for question in questions for name in (question.NAME, *question.NEEDS)}
-    return [t for question in ALL if question.NAME in names for t in question.trials(quick, num_threads)]
+def trials(questions: Sequence[Question], quick: bool, num_threads: int) -> list[Trial]:
+    """The trials of these questions and of those that they need, in the order of `ALL`. Each once: with one thread, "one" and
+    "all" are the same."""
+    names = {name for question in questions for name in (question.name, *question.needs)}
+    found = [t for question in ALL if question.name in names for t in question.trials(quick, num_threads)]
+    return list({(t.question, t.label): t for t in found}.values())

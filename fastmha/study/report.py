@@ -7,10 +7,9 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fastmha.study.answer import Answer, Found, Picture, Table
+from fastmha.study.answer import Answer, Found, Picture, Question, Table
 from fastmha.study.folder import replace_text
 
 if TYPE_CHECKING:
@@ -51,15 +50,15 @@ img { max-width: 100%; height: auto }
   a { color: inherit; text-decoration: none }
 }"""
 
-Answers = Sequence[tuple[ModuleType, "Answer | None"]]
+Answers = Sequence[tuple[Question, "Answer | None"]]
 
 
-def write(folder: Path, found: Found, asked: Sequence[ModuleType], console: Console | None) -> dict[str, Path]:
+def write(folder: Path, found: Found, asked: Sequence[Question], console: Console | None) -> dict[str, Path]:
     """Draw the pictures of the answers, write report.html and report.md, print the tables to the console unless it is None.
     Returns what was written, by what it is."""
     from fastmha.study import runner
 
-    answers = [(question, question.answer(found)) for question in asked]
+    answers = [(question, question.answered(found)) for question in asked]
     if console is not None:
         _print(console, found, answers)
     draw(folder, found, answers)
@@ -123,22 +122,20 @@ def _print(console: Console, found: Found, answers: Answers) -> None:
         console.print(Text(f"{name}: {text}"))
     for question, answer in answers:
         console.print()
-        console.print(Text(question.TITLE, "bold"))
+        console.print(Text(question.title, "bold"))
         console.print(Text(answer.short if answer else NOT_MEASURED))
         for table in answer.tables if answer else ():
             console.print()
-            console.print(Text(table.title, "italic"))
-            _print_table(console, table)
-            if table.note:
-                console.print(Text(table.note, "dim"))
+            print_table(console, table)
 
 
-def _print_table(console: Console, table: Table) -> None:
-    """As many columns as fit beside the first, then the first again with the others."""
+def print_table(console: Console, table: Table) -> None:
+    """Title, table and note: as many columns as fit beside the first, then the first again with the others."""
     from rich import box
     from rich.table import Table as Shown
     from rich.text import Text
 
+    console.print(Text(table.title, "italic"))
     numeric = numbers(table)
     longest = [max((len(row[at]) for row in table.rows), default=0) for at in range(len(table.columns))]
     words = [max(map(len, name.split()), default=0) for name in table.columns]
@@ -163,6 +160,8 @@ def _print_table(console: Console, table: Table) -> None:
         for row in table.rows:
             shown.add_row(*(Text(row[at], no_wrap=numeric[at]) for at in (0, *part)))
         console.print(shown)
+    if table.note:
+        console.print(Text(table.note, "dim"))
 
 
 # ------------------------------------------------------------------------------------------------ Markdown
@@ -171,13 +170,13 @@ def markdown(found: Found, answers: Answers) -> str:
     """The report as Markdown, with links to the pictures beside it."""
     parts = [f"# {TITLE}", markdown_table(Table("", ("", ""), facts(found)))]
     for question, answer in answers:
-        parts += [f"## {_marked(question.TITLE)}", *_marked_section(question, answer, "", None)]
+        parts += [f"## {_marked(question.title)}", *_marked_section(question, answer, "", None)]
     return "\n\n".join(parts) + "\n"
 
 
-def _marked_section(question: ModuleType, answer: Answer | None, folder: str, fold: int | None) -> list[str]:
+def _marked_section(question: Question, answer: Answer | None, folder: str, fold: int | None) -> list[str]:
     """Paragraphs of an answer; tables of more than `fold` rows are folded away."""
-    parts = [f"*{_marked(question.QUESTION)}*"]
+    parts = [f"*{_marked(question.question)}*"]
     if answer is None:
         return [*parts, NOT_MEASURED]
     parts += [f"**Answer:** {_marked(answer.short)}", f"**Method:** {_marked(answer.method)}"]
@@ -197,12 +196,12 @@ def refreshed(text: str, found: Found, folder: str) -> str:
     the question NAME, or the machine for NAME "about". Pictures are linked in `folder`."""
     from fastmha.study import questions
 
-    by_name = {question.NAME: question for question in questions.ALL}
+    by_name = {question.name: question for question in questions.ALL}
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
         parts = ([markdown_table(Table("", ("", ""), facts(found)))] if name == "about" else
-                 _marked_section(by_name[name], by_name[name].answer(found), folder, FOLD))
+                 _marked_section(by_name[name], by_name[name].answered(found), folder, FOLD))
         return "\n\n".join([f"<!-- study {name} -->", *parts, "<!-- end -->"])
 
     return re.sub(r"<!-- study (\w+) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
@@ -229,7 +228,7 @@ def _marked(text: str) -> str:
 
 def _page(folder: Path, found: Found, answers: Answers) -> str:
     about = "".join(f"<tr><th>{_shown(name)}</th><td>{_shown(text)}</td></tr>\n" for name, text in facts(found))
-    contents = "".join(f'<li><a href="#{_shown(q.NAME)}">{_shown(q.TITLE)}</a></li>\n' for q, _ in answers)
+    contents = "".join(f'<li><a href="#{_shown(q.name)}">{_shown(q.title)}</a></li>\n' for q, _ in answers)
     sections = "".join(_section(folder, question, answer) for question, answer in answers)
     title = _shown(f"fastmha: {TITLE.lower()}, {found['machine']['cpu']}, {found['date'][:10]}")
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -239,9 +238,9 @@ def _page(folder: Path, found: Found, answers: Answers) -> str:
             f"<nav>\n<ol>\n{contents}</ol>\n</nav>\n<main>\n{sections}</main>\n</body>\n</html>\n")
 
 
-def _section(folder: Path, question: ModuleType, answer: Answer | None) -> str:
-    head = (f'<section id="{_shown(question.NAME)}">\n<h2>{_shown(question.TITLE)}</h2>\n'
-            f'{_paragraphs(question.QUESTION, "question")}')
+def _section(folder: Path, question: Question, answer: Answer | None) -> str:
+    head = (f'<section id="{_shown(question.name)}">\n<h2>{_shown(question.title)}</h2>\n'
+            f'{_paragraphs(question.question, "question")}')
     if answer is None:
         return f"{head}<p>{NOT_MEASURED}</p>\n</section>\n"
     pictures = "".join(
@@ -299,7 +298,7 @@ def main(document: Path) -> int:
         print(f"fastmha study: {sentence}", file=sys.stderr)
         return 2
     try:
-        draw(folder, found, [(question, question.answer(found)) for question in questions.ALL])
+        draw(folder, found, [(question, question.answered(found)) for question in questions.ALL])
         text = refreshed(document.read_text(encoding="utf-8"), found, f"{folder.name}/")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         print(f"fastmha study: {results} holds what no measurement of this version has found: {type(error).__name__}: {error}",

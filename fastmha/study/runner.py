@@ -31,24 +31,11 @@ def planned(trials: Sequence[Trial]) -> tuple[int, float]:
 
 
 class Store:
-    """The records of a study in a folder: a line each as soon as it is measured, so that an interrupted study goes on. Each
-    line ends with a checksum of itself; a file with one that is wrong is set aside, and the study starts afresh.
+    """The records of a study in a folder that exists and is held (`folder.held`): a line each as soon as it is measured, so that
+    an interrupted study goes on. Each line ends with a checksum of itself; a file with one that is wrong is set aside, and the
+    study starts afresh: `damage` says what was wrong, and the name that the file has now.
 
-    Parameters
-    ----------
-    folder : Path
-        Must exist, and be held: see `folder.held`.
-    about : dict
-        What `machine.describe` returned, and "quick". Lines measured under other conditions are refused.
-
-    Attributes
-    ----------
-    damage : str
-        What was wrong with the file that was found, and the name that it has now; empty where nothing was.
-
-    Raises
-    ------
-    OtherStudyError
+    `about` is what `machine.describe` returned, and "quick": `OtherStudyError` where lines were measured under other conditions.
     """
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
@@ -73,12 +60,7 @@ class Store:
             self._take(line)
 
     def _lines(self) -> tuple[list[dict[str, Any]], int]:
-        """The whole lines of the file, and their bytes; an interruption may have cut the last.
-
-        Raises
-        ------
-        DamagedError
-        """
+        """The whole lines of the file, and their bytes; an interruption may have cut the last. Raises `DamagedError`."""
         if not os.path.lexists(self.path):
             return [], 0
         if not self.path.is_file():
@@ -141,12 +123,7 @@ def _sealed(line: dict[str, Any]) -> str:
 
 
 def _opened(text: bytes, where: str, head: bool) -> dict[str, Any]:
-    """What was sealed.
-
-    Raises
-    ------
-    DamagedError
-    """
+    """What was sealed. Raises `DamagedError`."""
     line = _parsed(text, where)
     line.pop("crc", None)
     if _sealed(line).encode() != text:
@@ -157,12 +134,7 @@ def _opened(text: bytes, where: str, head: bool) -> dict[str, Any]:
 
 
 def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises
-    ------
-    DamagedError
-    """
+    """A JSON object. Raises `DamagedError`."""
     try:
         found = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -216,15 +188,8 @@ KINDS = {str: "a string", int: "an integer", float: "a finite number", dict: "an
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Results as `Store.finish` wrote them.
-
-    Raises
-    ------
-    DamagedError
-        A ValueError, if the file does not hold such results.
-    ValueError
-        If they have another format.
-    """
+    """Results as `Store.finish` wrote them. Raises `DamagedError`, a ValueError, if the file does not hold such results, and
+    ValueError if they have another format."""
     if path.exists() and not path.is_file():
         raise DamagedError(f"{path} is no file")
     if path.stat().st_size > LARGEST_RESULTS:

@@ -19,10 +19,10 @@ import numpy as np
 
 from fastmha import MultiHeadAttention, analysis, threads
 from fastmha.study import machine, memory
-from fastmha.study.answer import Table, time_text
-from fastmha.study.heads import TOLERANCE
-from fastmha.study.memory import Work, bytes_text
-from fastmha.study.trial import MOST_ROUNDS, ArmsDisagreeError, agree, interval
+from fastmha.study.answer import Table
+from fastmha.study.memory import Work
+from fastmha.study.trial import TOLERANCE, ArmsDisagreeError, agree, interleave, interval
+from fastmha.study.words import bytes_text, count_text, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,12 +53,7 @@ class Shape(NamedTuple):
 
 
 def parse(text: str) -> Shape:
-    """The value of ``--shape``.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError
-    """
+    """The value of ``--shape``. Raises `argparse.ArgumentTypeError`."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 4 or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(f"must be four positive integers B,L,d_model,H such as 1,1024,768,12, got {text!r}")
@@ -70,12 +65,9 @@ def parse(text: str) -> Shape:
 
 def run(shape: Shape, num_threads: int | None, quick: bool, as_json: bool, command: str) -> int:
     """Count, measure and print. Returns the exit status: 1 if arms disagree, 2 if it cannot be done, 130 if interrupted."""
-    def failed(sentence: str, status: int) -> int:
-        print(f"fastmha study {sentence}", file=sys.stderr)
-        return status
-
     if not as_json and importlib.util.find_spec("rich") is None:
-        return failed('needs rich: pip install "fastmha[study]"', 2)
+        print('fastmha study needs rich: pip install "fastmha[study]"', file=sys.stderr)
+        return 2
     try:
         check_memory(shape)
         if as_json:
@@ -86,13 +78,10 @@ def run(shape: Shape, num_threads: int | None, quick: bool, as_json: bool, comma
         with Console(stderr=True).status("measuring") as status:
             found = examine(shape, num_threads, quick, command, status.update)
         show(found, Console())
-    except TooLargeError as error:
-        return failed(f"--shape: {error}", 2)
-    except ArmsDisagreeError as error:
-        return failed(f"--shape: {error}", 1)
-    except KeyboardInterrupt:
-        return failed("--shape: interrupted", 130)
-    return 0
+        return 0
+    except (TooLargeError, ArmsDisagreeError, KeyboardInterrupt) as error:
+        print(f"fastmha study --shape: {str(error) or 'interrupted'}", file=sys.stderr)
+        return 2 if isinstance(error, TooLargeError) else 1 if isinstance(error, ArmsDisagreeError) else 130
 
 
 def check_memory(shape: Shape) -> None:
@@ -175,42 +164,25 @@ def timings(shape: Shape, training: bool, num_threads: int, seconds: float) -> d
         return {**found, "gradients": np.concatenate([x.ravel() for x in module.gradients().values()])} if training else found
 
     arms = {f"{algorithm}, {layout}": arm(algorithm, layout) for algorithm in ALGORITHMS for layout in LAYOUTS}
-    names = list(arms)
-    expected = answers(names[0])
-    for name in names[1:]:
-        agree(str(shape), {names[0]: expected, name: answers(name)}, TOLERANCE["float32"])
+    (first, *others), begin = arms, time.perf_counter()
+    expected = answers(first)
+    for name in others:
+        agree(str(shape), {first: expected, name: answers(name)}, TOLERANCE["float32"])
     del expected
-    times: dict[str, list[float]] = {name: [] for name in names}
-    begin = time.perf_counter()
-    for number in range(MOST_ROUNDS):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
-            arms[name]()
-            times[name].append(time.perf_counter() - start)
-        spent = time.perf_counter() - begin
-        if spent >= seconds and (number >= 2 or spent >= PATIENCE):
-            break
-    return {name: {**interval(np.array(values)), "best": min(values), "calls": len(values)} for name, values in times.items()}
+    least = min(3, math.ceil(PATIENCE / (time.perf_counter() - begin)))
+    times = interleave(arms, seconds, lambda: None, least=least)        # one call right after the other
+    return {name: {**interval(values), "best": float(values.min()), "calls": len(values)} for name, values in times.items()}
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
 
 def show(found: Mapping[str, Any], console: Console) -> None:
     """The tables, in 80 columns."""
-    from rich import box
-    from rich.table import Table as Grid
+    from fastmha.study.report import print_table
 
     console.print("\n".join(head(found)), highlight=False, soft_wrap=True)
-    tables = [flops_table(found), bytes_table(found), *(times_table(found, name) for name in PASSES), choice_table(found)]
-    for table in tables:
-        grid = Grid(title=table.title, caption=table.note or None, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False,
-                    title_justify="left", caption_justify="left", title_style="bold")
-        for number, column in enumerate(table.columns):
-            grid.add_column(column, justify="right" if number and table is not tables[-1] else "left")
-        for row in table.rows:
-            grid.add_row(*row)
-        console.print(grid)
+    for shown in (flops_table(found), bytes_table(found), *(times_table(found, name) for name in PASSES), choice_table(found)):
+        print_table(console, shown)
         console.print()
 
 
@@ -305,14 +277,6 @@ def choice_table(found: Mapping[str, Any]) -> Table:
     plan = found["plan"]["forward"]
     return Table('What algorithm="auto" and layout="auto" take', ("", "", "because"),
                  [*rows, ("layout", plan["layout"], plan["layout_reason"])])
-
-
-def count_text(number: float) -> str:
-    """Three digits: "1.61 G"."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.{max(0, 2 - math.floor(math.log10(number / scale)))}f} {unit}"
-    return f"{number:.0f}"
 
 
 def share_text(share: float) -> str:

@@ -1,19 +1,7 @@
 """NumPy itself, without the kernels: `np.matmul` on strided heads against heads copied first, as the textbook advises.
 
-Arms, on the same data, results into memory that is there before the clock starts:
-
-    strided     the product on the views, as splitting heads leaves them
-    contiguous  `np.ascontiguousarray` of the heads, then the product
-    packed      the product on heads copied before the clock starts
-    copy        `np.ascontiguousarray` alone
-
-and for the output, which must end as (B, L, H·D):
-
-    merged      the product, then ``transpose(0, 2, 1, 3).reshape(B, L, H * D)``, which copies
-    in place    the product with ``out=`` a view of the merged array
-    product     the product alone
-    merge copy  the copy alone
-
+The arms of "scores" and "output" are those of `heads`, with `np.ascontiguousarray` as the copy; "merge" is the output that must
+end as (B, L, H·D): merged by ``transpose(0, 2, 1, 3).reshape(B, L, H * D)``, or in place, ``out=`` a view of the merged array.
 NumPy's BLAS is held at one thread meanwhile: the threads of its pool spin for a while after a product, on the processors of
 what is timed next.
 """
@@ -30,16 +18,13 @@ import numpy as np
 
 from fastmha import threads
 from fastmha.study import cases
-from fastmha.study.answer import Answer, Found, Picture, Record, Table, geomean, of, ratio_text, time_text
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, by, of, ratios, table
 from fastmha.study.cases import Case
-from fastmha.study.heads import TOLERANCE
-from fastmha.study.trial import LEAST_CALLS, LEAST_ROUNDS, Arms, Trial, agree, differs, interleave, interval, warm_up
+from fastmha.study.operands import side_by_side
+from fastmha.study.trial import LEAST_CALLS, LEAST_ROUNDS, TOLERANCE, Arms, Trial, agree, timed
+from fastmha.study.words import geomean, ratio_of, sides, time_of
 
 NAME = "numpy"
-TITLE = "NumPy's own products"
-QUESTION = ("np.matmul on strided heads against heads made contiguous first, as the textbook advises: which is faster, and how "
-            "much of the loss is the copy?")
-NEEDS: tuple[str, ...] = ()
 QUICK_SECONDS, FULL_SECONDS = 0.35, 1.0     # a trial
 LOOP, COPY = 2.0, 1.25                      # over copy and product: from here on a loop of NumPy's own, up to here a copy
 REST = 0.15                                 # seconds before each call where NumPy's BLAS cannot be held at one thread
@@ -86,10 +71,9 @@ def blas_threads() -> tuple[Callable[[], int], Callable[[int], None]] | None:
 def split(case: Case, layout: str, seed: int = 0) -> list[np.ndarray]:
     """q, k, v (B, H, L, D): views of one buffer (B, L, 3·H·D), a head's elements side by side or, interleaved, H apart."""
     buffer = np.random.default_rng(seed).standard_normal((case.B, case.Lq, 3 * case.H * case.D), np.dtype(case.dtype).type)
-    parts = np.split(buffer, 3, axis=-1)
     if layout == FUSED:
-        return [part.reshape(case.B, case.Lq, case.H, case.D).transpose(0, 2, 1, 3) for part in parts]
-    return [part.reshape(case.B, case.Lq, case.D, case.H).transpose(0, 3, 1, 2) for part in parts]
+        return side_by_side(buffer, (case.H,) * 3, case.D)
+    return [part.reshape(case.B, case.Lq, case.D, case.H).transpose(0, 3, 1, 2) for part in np.split(buffer, 3, axis=-1)]
 
 
 def weights_of(case: Case, seed: int = 1) -> np.ndarray:
@@ -117,7 +101,7 @@ def arms(case: Case, what: str, layout: str) -> tuple[Arms, dict[str, Callable[[
 
     if what == "merge":
         merged = np.empty((case.B, case.Lq, case.H * case.D), case.dtype)
-        heads_of_merged = merged.reshape(case.B, case.Lq, case.H, case.D).transpose(0, 2, 1, 3)
+        heads_of_merged = side_by_side(merged, (case.H,), case.D)[0]
 
         def merge() -> np.ndarray:
             return out.transpose(0, 2, 1, 3).reshape(merged.shape)
@@ -142,12 +126,7 @@ def arms(case: Case, what: str, layout: str) -> tuple[Arms, dict[str, Callable[[
 
 
 def checked_arms(case: Case, what: str, layout: str) -> Arms:
-    """The arms, once those that compute have given the same answer.
-
-    Raises
-    ------
-    ArmsDisagreeError
-    """
+    """The arms, once those that compute have given the same answer."""
     functions, products = arms(case, what, layout)
     agree(f"{layout} {case.label} {what}", {name: {what: product().copy()} for name, product in products.items()},
           TOLERANCE[case.dtype])
@@ -158,13 +137,9 @@ def trial(case: Case, what: str, layout: str, seconds: float) -> Trial:
     flops = case.flops("forward") // 2      # one of the two products
 
     def measure(seconds: float) -> dict[str, Any]:
-        functions = checked_arms(case, what, layout)
         with one_blas_thread() as held:
-            warm_up(functions)
-            times = interleave(functions, seconds, None if held else lambda: time.sleep(REST))
-        return {"rounds": len(next(iter(times.values()))), "flops": flops, "one_blas_thread": held,
-                "arms": {name: {"best": float(t.min()), **interval(t)} for name, t in times.items()},
-                "ratios": {f"{a}/{b}": interval(times[a] / times[b]) for a, b in RATIOS[what]}}
+            return timed(lambda: checked_arms(case, what, layout), RATIOS[what], flops=flops, one_blas_thread=held,
+                         before=None if held else lambda: time.sleep(REST))(seconds)
 
     if blas_threads() is None:
         seconds = max(seconds, LEAST_ROUNDS * len(ARMS[what]) * REST)
@@ -179,14 +154,12 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     take NumPy long."""
     seconds = QUICK_SECONDS if quick else FULL_SECONDS
     first = cases.CENTRES[0]
-    shapes = [first, cases.case(8, 12, 128, 64), cases.case(1, 4, 2048, 64)]
+    shapes, small = [first, cases.case(8, 12, 128, 64), cases.case(1, 4, 2048, 64)], [cases.case(1, 4, 128, 64)]
     if not quick:
         shapes += [cases.case(1, 24, 512, 32), cases.case(1, 6, 512, 128), cases.case(1, 16, 512, 64), cases.case(1, 48, 512, 64),
                    cases.case(32, 12, 32, 64), cases.case(1, 12, 1024, 64)]
-    double = cases.case(1, 12, 512, 64, dtype="float64")
-    small = [cases.case(1, 4, 128, 64)]
-    if not quick:
         small += [cases.case(1, 4, 256, 64), cases.case(1, 4, 128, 64, dtype="float64")]
+    double = cases.case(1, 12, 512, 64, dtype="float64")
     found = [trial(case, what, FUSED, seconds) for case in (*shapes, double) for what in ("scores", "output", "merge")
              if not quick or case is first or what == "scores" or (what == "output" and case is shapes[1])]
     return found + [trial(case, what, INTERLEAVED, seconds) for case in small for what in ("scores", "output")]
@@ -194,13 +167,9 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
 
 # -------------------------------------------------------------------------------------------------- answer
 
-def answer(found: Found) -> Answer | None:
+def answer(records: Sequence[Record], found: Found) -> Answer:
     """What NumPy does with strided heads, and what of its time are copies."""
-    records = [r for r in found["records"] if r["question"] == NAME]
-    if not records:
-        return None
-    fused = [r for r in of(records, layout=FUSED) if r["factors"]["what"] != "merge"]
-    interleaved, merges = of(records, layout=INTERLEAVED), of(records, what="merge")
+    fused, interleaved, merges = _fused(records), of(records, layout=INTERLEAVED), of(records, what="merge")
     held = all(r["one_blas_thread"] for r in records)
     short = " ".join(filter(None, (_fused_sentence(fused), _interleaved_sentence(interleaved), _merge_sentence(merges))))
     method = ("`np.matmul` with out= into memory that is there before, on random heads split from one buffer (B, L, 3·H·D): "
@@ -214,11 +183,19 @@ def answer(found: Found) -> Answer | None:
                  if held else ""))
     tables = [_table(fused + interleaved, "scores", "Products on strided heads and on copied ones"),
               _table(merges, "merge", "The output as (B, L, H·D)")]
-    bars = [bar for r in fused for bar in _bars(r)]
-    pictures = [Picture("numpy", "Time of NumPy's product on strided heads, and on heads that it copies first, by its parts.",
-                        "stacked_bars", {"title": "NumPy: strided heads against heads copied first", "bars": bars,
-                                         "x": "time over that of the product on heads packed before", "reference": 1.0})]
-    return Answer(short, method, limits.strip(), [t for t in tables if t.rows], pictures if bars else [])
+    return Answer(short, method, limits.strip(), [t for t in tables if t.rows])
+
+
+def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+    bars = [bar for r in _fused(records) for bar in _bars(r)]
+    picture = Picture("numpy", "Time of NumPy's product on strided heads, and on heads that it copies first, by its parts.",
+                      "stacked_bars", {"title": "NumPy: strided heads against heads copied first", "bars": bars,
+                                       "x": "time over that of the product on heads packed before", "reference": 1.0})
+    return [picture] if bars else []
+
+
+def _fused(records: Sequence[Record]) -> list[Record]:
+    return [r for r in of(records, layout=FUSED) if r["factors"]["what"] != "merge"]
 
 
 def _count(number: int, records: Sequence[Record]) -> str:
@@ -227,16 +204,14 @@ def _count(number: int, records: Sequence[Record]) -> str:
 
 def _means(records: Sequence[Record], ratio: str) -> str:
     """The geometric mean of a ratio, with its smallest and its largest."""
-    values = [r["ratios"][ratio]["median"] for r in records]
+    values = [each["median"] for each in ratios(records, ratio)]
     return f"{geomean(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
 
 
 def _fused_sentence(records: Sequence[Record]) -> str:
     if not records:
         return ""
-    pairs = [r["ratios"]["strided/contiguous"] for r in records]
-    faster = sum(differs(p) and p["median"] < 1 for p in pairs)
-    slower = sum(differs(p) and p["median"] > 1 for p in pairs)
+    slower, faster = sides(ratios(records, "strided/contiguous"))
     return (f"Heads of a fused projection: np.matmul on the views is faster than copying first in {_count(faster, records)} and "
             f"slower in {slower}; it takes {_means(records, 'strided/contiguous')} of that time, and "
             f"{_means(records, 'strided/packed')} of the time on heads packed before (geometric mean, extremes). The copy is "
@@ -247,14 +222,16 @@ def _interleaved_sentence(records: Sequence[Record]) -> str:
     """Whether NumPy copies what BLAS cannot take, or multiplies in a loop of its own."""
     if not records:
         return ""
-    loops = [r for r in records if r["ratios"]["strided/contiguous"]["low"] > LOOP]
-    copies = [r for r in records if r["ratios"]["strided/contiguous"]["high"] < COPY]
-    other = [r for r in records if r not in loops and r not in copies]
+    def kind(record: Record) -> str:
+        over = record["ratios"]["strided/contiguous"]
+        return (": the loss is not a copy but a loop of NumPy's own in place of BLAS" if over["low"] > LOOP else
+                ": NumPy makes that copy itself, and its loss is no more" if over["high"] < COPY else "")
+
+    groups = sorted(by(records, kind).items(), key=lambda group: (not group[0], "itself" in group[0]))
     parts = [f"in {_count(len(group), records)} np.matmul takes {_means(group, 'strided/packed')} times as long as on packed "
              f"ones and {_means(group, 'strided/contiguous')} times as long as copying and multiplying, of which the copy is "
              f"{_means(group, 'copy/contiguous')}{verdict}"
-             for group, verdict in ((loops, ": the loss is not a copy but a loop of NumPy's own in place of BLAS"),
-                                    (copies, ": NumPy makes that copy itself, and its loss is no more"), (other, "")) if group]
+             for verdict, group in groups]
     return f"Heads interleaved element by element, which BLAS cannot take: {'; '.join(parts)}."
 
 
@@ -267,13 +244,13 @@ def _merge_sentence(records: Sequence[Record]) -> str:
 
 
 def _table(records: Sequence[Record], what: str, title: str) -> Table:
-    names, ratios = ARMS[what], [f"{a}/{b}" for a, b in RATIOS[what]]
-    rows = [[r["label"], *(time_text(r["arms"][name]["median"]) for name in names),
-             *(ratio_text(r["ratios"][ratio]) for ratio in ratios)] for r in records]
+    names, overs = ARMS[what], [f"{a}/{b}" for a, b in RATIOS[what]]
     formulas = " and ".join(FORMULAS[w] for w in dict.fromkeys(r["factors"]["what"] for r in records))
-    return Table(title, ["case", *names, *ratios], rows,
-                 f"{formulas}; median times of a call; ratios within a round, with half the width of their 95 % interval, “=” "
-                 "where it holds 1")
+    return table(title, records, {
+        "case": lambda r: r["label"], **{name: time_of(name) for name in names},
+        **{over: ratio_of(over) for over in overs}},
+        f"{formulas}; median times of a call; ratios within a round, with half the width of their 95 % interval, “=” where it "
+        "holds 1")
 
 
 def _bars(record: Record) -> list[dict[str, Any]]:
@@ -286,3 +263,9 @@ def _bars(record: Record) -> list[dict[str, Any]]:
                             {"name": "copy", "value": copy["median"]}]}
     return [{"label": name, "group": record["label"].removeprefix(f"{FUSED} "), "parts": parts[name], "low": ends["low"],
              "high": ends["high"]} for name, ends in (("strided", strided), ("contiguous", whole))]
+
+
+QUESTION = Question(
+    NAME, "NumPy's own products",
+    "np.matmul on strided heads against heads made contiguous first, as the textbook advises: which is faster, and how much of "
+    "the loss is the copy?", trials, answer, pictures)

@@ -33,24 +33,10 @@ class ArmsDisagreeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured, and for how long.
-
-    Attributes
-    ----------
-    question : str
-        Name of the question that it answers.
-    label : str
-        Names the trial, once within its question.
-    factors : dict
-        What is varied and what is held, plain values for JSON.
-    measure : callable
-        Called with seconds to spend, returns what was found, plain values for JSON: see `timed`.
-    seconds : float
-        Planned, all in all.
-    flops : int
-        Planned operations of every arm once; 0 where nothing is computed.
-    least : dict
-        What it does at least, however little time it is given: kinds of work, those of `pace.calibrated`, and amounts.
+    """What is measured, and for how long: `label` names the trial once within its question, `factors` are what is varied and what
+    is held. `measure` is called with seconds to spend, `seconds` as planned, and returns what was found: see `timed`. `flops` are
+    planned operations of every arm once, 0 where nothing is computed; `least` is what it does at least, however little time it is
+    given: kinds of work, those of `pace.calibrated`, and amounts. Factors and findings are plain values for JSON.
     """
 
     question: str
@@ -68,7 +54,7 @@ class Trial:
 
 
 def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, cold: bool = False, places: int = 1,
-          **more: Any) -> Callable[[float], dict[str, Any]]:
+          before: Callable[[], object] | None = None, **more: Any) -> Callable[[float], dict[str, Any]]:
     """The `measure` of a trial that times arms.
 
     Parameters
@@ -79,6 +65,8 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
         Arms to compare: time of the first over time of the second.
     cold : bool
         Write through a buffer larger than the last-level cache before each call, so that operands come from memory.
+    before : callable, optional
+        Called before each call, untimed.
     places : int
         Prepare anew up to so often, as often as there is time: where memory comes to lie is part of what varies.
     more : values for JSON
@@ -96,7 +84,7 @@ def timed(prepare: Callable[[], Arms], ratios: Sequence[tuple[str, str]], *, col
         while not parts or (len(parts) < places and (now - begin) * (1 + 1 / len(parts)) < 1.5 * seconds):
             arms = prepare()
             warm_up(arms)
-            parts.append(interleave(arms, seconds / places, flush if cold else None, MOST_ROUNDS // places))
+            parts.append(interleave(arms, seconds / places, flush if cold else before, MOST_ROUNDS // places))
             now = time.perf_counter()
         least = min(len(next(iter(part.values()))) for part in parts)
         times = {name: np.array([part[name][-least:] for part in parts]) for name in parts[0]}      # (places, rounds)
@@ -116,10 +104,10 @@ def warm_up(arms: Arms) -> None:
             return
 
 
-def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None,
-               most: int = MOST_ROUNDS) -> dict[str, np.ndarray]:
-    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up or `most` were run.
-    `before` is called before each, untimed."""
+def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None = None, most: int = MOST_ROUNDS,
+               least: int = LEAST_ROUNDS) -> dict[str, np.ndarray]:
+    """Seconds of each call, by name: rounds of all arms in turning order, until `seconds` are used up and `least` were run, or
+    `most`. `before` is called before each, untimed."""
     names = list(arms)
     times: dict[str, list[float]] = {name: [] for name in names}
     end = time.perf_counter() + seconds
@@ -133,7 +121,7 @@ def interleave(arms: Arms, seconds: float, before: Callable[[], object] | None =
             start = time.perf_counter()
             arms[name]()
             times[name].append(time.perf_counter() - start)
-        if number + 1 >= LEAST_ROUNDS and time.perf_counter() >= end:
+        if number + 1 >= least and time.perf_counter() >= end:
             break
     return {name: np.array(values) for name, values in times.items()}
 
@@ -178,3 +166,21 @@ def agree(label: str, answers: Mapping[str, Mapping[str, np.ndarray]], tolerance
             if not difference <= allowed:       # also where either is NaN
                 raise ArmsDisagreeError(f"{label}: {name} of the arms {first} and {arm} differ by {difference:.1e}, more than "
                                         f"{allowed:.1e}")
+
+
+def checked(label: str, arms: Arms, results: Mapping[str, Mapping[str, np.ndarray]], dtype: str, before: float = np.nan) -> Arms:
+    """The arms, once each that has results, the arrays that it writes, has given the same answer; what it leaves out shows as
+    what was there `before`.
+
+    Raises
+    ------
+    ArmsDisagreeError
+    """
+    answers = {}
+    for name, arrays in results.items():
+        for array in arrays.values():
+            array[...] = before
+        arms[name]()
+        answers[name] = {key: array.copy() for key, array in arrays.items()}
+    agree(label, answers, TOLERANCE[dtype])
+    return arms

@@ -99,9 +99,9 @@ STUDY = ROOT / "docs" / "layouts" / "results.json"
 def test_the_study_in_the_documents_is_what_its_measurements_say():
     found = runner.read(STUDY)
     text = TEXTS["docs/layouts.md"]
-    assert re.findall(r"<!-- study (\w+) -->", text) == ["about", *(question.NAME for question in STUDY_ORDER)]
+    assert re.findall(r"<!-- study (\w+) -->", text) == ["about", *(question.name for question in STUDY_ORDER)]
     assert report.refreshed(text, found, "layouts/") == text
-    answers = [question.answer(found) for question in STUDY_ORDER]
+    answers = [question.answered(found) for question in STUDY_ORDER]
     assert all(answers)
     drawn = {picture.name for answer in answers for picture in answer.pictures}
     assert {path.stem for path in STUDY.parent.glob("*.png")} == drawn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fastmha.algorithms import blas_rows
-from fastmha.study import cases, crossover, heads, layers
+from fastmha.study import cases, crossover, heads, layers, questions
 from fastmha.study.cases import Case, Layer
 from fastmha.study.trial import ArmsDisagreeError
 
@@ -53,7 +53,7 @@ LATENCY = {group: 1e-9 * (i + 1) for i, group in enumerate(crossover.GROUPS)}
 
 def test_every_measurement_of_heads_is_in_one_table():
     found = by_model(LATENCY, 1e10)
-    answer = heads.answer(found)
+    answer = heads.QUESTION.answered(found)
     maps, rest = answer.tables[:-1], answer.tables[-1]
     assert [table.title for table in maps] == [f'Length by width, "{name}", rows of d_model 1024' for name in ("tiled", "blas")]
     cells = sum(bool(cell) for table in maps for row in table.rows for cell in row[1:])
@@ -67,7 +67,7 @@ def test_the_sentence_on_heads_counts_winners_and_leaves_out_what_is_within_the_
     a, b, c = [t for t in heads.trials(True, 2) if t.factors["algorithm"] == "tiled"][:3]
     found = {**FOUND, "records": [record(a, 1.0, 2.0, 0.9, 1.0), record(b, 3.0, 2.0, 2.0, 0.1),
                                   record(c, 1.0, 1.01, 1.0, 0.1, width=0.05)]}
-    short = heads.answer(found).short
+    short = heads.QUESTION.answered(found).short
     assert "strided is faster in 1 of 3 cases, packing in 1, and 1 show no difference" in short
     assert f"packing gains most in {b.label}, 1.50" in short
     assert "faster on contiguous heads in 2 cases, slower in 0" in short
@@ -75,8 +75,8 @@ def test_the_sentence_on_heads_counts_winners_and_leaves_out_what_is_within_the_
 
 def test_a_case_named_cold_or_causal_is_not_on_the_map():
     found = by_model(LATENCY, 1e10)
-    on_map = {r["label"] for r in found["records"] if heads._in_map(r)}
-    picture = heads.answer(found).pictures[0]
+    on_map = {r["label"] for r in found["records"] if heads.in_map(r)}
+    picture = heads.QUESTION.answered(found).pictures[0]
     measured = sum(value is not None for panel in picture.data["panels"] for row in panel["values"] for value in row)
     plain = {r["label"] for r in found["records"] if r["label"] in on_map and r["factors"]["threads"] == 2
              and r["factors"]["dtype"] == "float32" and not r["factors"]["causal"] and not r["factors"]["cold"]}
@@ -85,7 +85,7 @@ def test_a_case_named_cold_or_causal_is_not_on_the_map():
 
 @pytest.mark.parametrize("question", [heads, crossover, layers])
 def test_without_records_there_is_no_answer(question):
-    assert question.answer({**FOUND, "records": []}) is None
+    assert question.QUESTION.answered({**FOUND, "records": []}) is None
 
 
 # ------------------------------------------------------------------------------------------------ crossover
@@ -104,7 +104,7 @@ def test_visits_count_the_rows_that_blocks_of_queries_read():
 
 def test_the_model_finds_the_machine_that_it_describes():
     found = by_model(LATENCY, 1e10)
-    records = crossover.usable(found)
+    records = crossover.usable(found["records"])
     solution = crossover.fit(records[::2])
     np.testing.assert_allclose(solution, [*LATENCY.values(), 1e-10], rtol=1e-6)
     error = crossover.errors(records[1::2], solution)
@@ -118,7 +118,8 @@ def test_the_model_is_tested_on_cases_that_it_was_not_fitted_on(monkeypatch):
     monkeypatch.setattr(crossover, "fit", lambda records: fitted.extend(r["label"] for r in records) or fit(records))
     monkeypatch.setattr(crossover, "errors",
                         lambda records, solution: tested.append({r["label"] for r in records}) or errors(records, solution))
-    answer = crossover.answer(by_model(LATENCY, 1e10, noise=0.02))
+    found = by_model(LATENCY, 1e10, noise=0.02)
+    answer = crossover.answer(found["records"], found)
     assert tested[0] == set(fitted)
     assert not tested[1] & set(fitted)
     assert abs(len(tested[1]) - len(fitted)) <= 1
@@ -199,8 +200,8 @@ def test_layers_that_disagree_are_not_timed(monkeypatch):
 
 def test_every_label_names_one_trial():
     for quick in (True, False):
-        for question in (heads, layers):
+        for question in (heads.QUESTION, layers.QUESTION):
             for threads in (1, 2):
-                labels = [t.label for t in question.trials(quick, threads)]
+                labels = [t.label for t in questions.trials([question], quick, threads)]
                 assert len(set(labels)) == len(labels) > 5
     assert set(cases.quick()) < set(cases.full())

@@ -1,4 +1,4 @@
-"""Counts of the study: callgrind's files and perf's lines read right, the child's arms, one real run, and answers without."""
+"""Counts of the study: callgrind's files read right, the child's arms, one real run, and answers without."""
 
 import io
 import json
@@ -46,7 +46,7 @@ totals: 1167 361 240 10 92 79 2 63 53
 """
 
 
-# ------------------------------------------------------------------------------------------------ what valgrind and perf write
+# ------------------------------------------------------------------------------------------------ what valgrind writes
 
 def test_counts_are_those_of_kernels_and_libraries_without_the_interpreter():
     assert counts.counted(FILE) == {"instructions": 160, "D1_misses": 21, "LL_misses": 6, "interpreter_instructions": 1007}
@@ -72,50 +72,38 @@ def test_objects_of_the_interpreter_are_told_from_libraries(path, interpreter):
     assert counts.of_interpreter(path) == interpreter
 
 
-def test_events_of_perf_are_summed_over_kinds_of_cores_and_left_out_where_not_supported():
-    text = ("# started on Mon\n\n1200,,cpu_core/L1-dcache-load-misses/,900,80.00,,\n"
-            "34,,cpu_atom/L1-dcache-load-misses/,900,20.00,,\n<not supported>,,dTLB-load-misses,0,100.00,,\n"
-            "<not counted>,,cache-misses,0,0.00,,\n5000,,instructions:u,900,100.00,,\n")
-    assert counts.events_of(text) == {"L1-dcache-load-misses": 1234, "instructions": 5000}
-
-
 # ------------------------------------------------------------------------------------------------ the child
 
 @pytest.mark.parametrize("case", [CASE, SQUARE], ids=lambda case: case.label)
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_every_arm_of_the_child_gives_the_answer_of_the_strided_one(case, direction, monkeypatch):
-    made = []
-    move = counts.on_lines
-    monkeypatch.setattr(counts, "on_lines", lambda operands: made.append(move(operands)) or made[-1])
-    operands = heads.Operands(case)
+def test_every_arm_of_the_child_gives_the_answer_of_the_strided_one(case, direction):
+    usual, on_lines = operands = [heads.Operands(case, on_lines=on_lines) for on_lines in (False, True)]
     functions = counts.prepared(operands, direction)
     assert set(functions) == set(counts.ARMS)
     functions["strided"]()
-    expected = {name: array.copy() for name, array in operands.results(direction).items()}
-    for arm, moved in zip(("strided on lines", "packed on lines"), made, strict=True):
-        for name, array in moved.results(direction).items():
+    expected = {name: array.copy() for name, array in usual.results(direction).items()}
+    for arm in ("strided on lines", "packed on lines"):
+        for name, array in on_lines.results(direction).items():
             array[...] = np.nan if name != "lse" else array
         functions[arm]()
-        for name, array in moved.results(direction).items():
+        for name, array in on_lines.results(direction).items():
             np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-6, err_msg=f"{arm} {name}")
 
 
-def test_moved_operands_keep_their_strides_and_start_on_a_cache_line():
-    operands = heads.Operands(Case(1, 1, 1, 5, 5, 16, row=256))
-    moved = counts.on_lines(operands)
+def test_operands_on_lines_keep_their_strides_and_numbers_and_start_on_a_cache_line():
+    usual, moved = (heads.Operands(Case(1, 1, 1, 5, 5, 16, row=256), on_lines=on_lines) for on_lines in (False, True))
     for name in ("q", "k", "v", "grad_q", "out"):
-        old, new = getattr(operands, name), getattr(moved, name)
+        old, new = getattr(usual, name), getattr(moved, name)
         assert new.strides == old.strides
-        assert not np.may_share_memory(old, new)
         assert new.ctypes.data % counts.LINE == 0       # heads of one line
-    np.testing.assert_array_equal(moved.k, operands.k)
+    np.testing.assert_array_equal(moved.k, usual.k)
     assert moved.problem.k.ctypes.data == moved.k.ctypes.data
 
 
 def test_the_child_answers_each_command_once_it_is_done(monkeypatch):
     called, answers = [], io.StringIO()
     monkeypatch.setattr(counts, "prepared", lambda operands, direction: {
-        "packed": lambda: called.append((operands.case.algorithm, direction, answers.getvalue().count("\n")))})
+        "packed": lambda: called.append((operands[0].case.algorithm, direction, answers.getvalue().count("\n")))})
     blas = {**asdict(CASE), "algorithm": "blas"}
     commands = [[asdict(CASE), "forward"], ["packed", 2], [blas, "backward"], ["packed", 1]]
     counts.work([json.dumps(command) + "\n" for command in commands], answers)
@@ -127,20 +115,18 @@ def test_the_child_answers_each_command_once_it_is_done(monkeypatch):
 def test_under_valgrind_nothing_runs_on_avx512(monkeypatch):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "SkylakeX")
     monkeypatch.setattr(counts._core, "selected_isa", lambda: ("avx512", 64))
-    variables = counts.environment(under_valgrind=True)
+    variables = counts.environment()
     assert (variables["FASTMHA_ISA"], variables["OPENBLAS_CORETYPE"]) == ("avx2", "Haswell")
-    variables = counts.environment(under_valgrind=False)
-    assert (variables["FASTMHA_ISA"], variables["OPENBLAS_CORETYPE"]) == ("avx512", "SkylakeX")
     monkeypatch.setattr(counts._core, "selected_isa", lambda: ("baseline", 16))
-    variables = counts.environment(under_valgrind=True)
+    variables = counts.environment()
     assert variables["FASTMHA_ISA"] == "baseline"
     assert "OPENBLAS_CORETYPE" not in variables
 
 
 # ------------------------------------------------------------------------------------------------ runs
 
-def measured(case, callgrind, *, perf=False):
-    return counts.trial(case, "forward", callgrind, twice=("pack",), perf=perf, last=True).record()
+def measured(case, callgrind):
+    return counts.trial(case, "forward", callgrind, twice=("pack",), last=True).record()
 
 
 @pytest.mark.skipif(not (shutil.which("valgrind") and shutil.which("vgdb")), reason="valgrind is not installed")
@@ -165,13 +151,12 @@ def test_counts_under_valgrind_follow_the_work():
 @pytest.mark.parametrize("program", ["valgrind", "vgdb"])
 def test_a_machine_without_valgrind_says_so_and_nothing_fails(program, monkeypatch):
     which = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda name: None if name in (program, "perf") else which(name) or f"/bin/{name}")
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == program else which(name) or f"/bin/{name}")
     callgrind = counts.Callgrind()
-    records = [measured(case, callgrind, perf=case is CASE) for case in (CASE, SQUARE)]
+    records = [measured(case, callgrind) for case in (CASE, SQUARE)]
     assert [r["missing"] for r in records] == [f"{program} is not installed"] * 2
-    found = counts.answer({"records": records})
+    found = counts.QUESTION.answered({"records": records})
     assert f"Not counted on this machine: {program} is not installed." in found.short
-    assert "own counters were not read: perf is not installed." in found.short
     assert not found.pictures
 
 
@@ -189,43 +174,9 @@ def test_a_child_that_fails_is_reported_with_its_last_line_and_not_started_again
     assert (tmp_path / "starts").read_text() == "x\n"
 
 
-def fake_perf(tmp_path, monkeypatch, body):
-    script = tmp_path / "perf"
-    script.write_text(f"#!{sys.executable}\nimport sys\n{body}")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-
-@scripts_run
-def test_processor_counts_are_those_of_the_further_calls(tmp_path, monkeypatch):
-    fake_perf(tmp_path, monkeypatch, """
-import json
-calls = 0
-for line in sys.stdin:
-    first, second = json.loads(line)
-    calls += second if isinstance(first, str) else 0
-    print(0)
-with open(sys.argv[sys.argv.index("-o") + 1], "w") as file:
-    file.write(f"{1000 + 7 * calls},,L1-dcache-load-misses,1,100,,\\n<not supported>,,dTLB-load-misses,0,100,,\\n")
-""")
-    found = counts.processor_counts(CASE, "forward")
-    assert found["counts"] == {arm: {"L1-dcache-load-misses": 7.0} for arm in counts.ARMS}
-
-
-@scripts_run
-@pytest.mark.parametrize(("body", "reason"), [
-    ("open(sys.argv[sys.argv.index('-o') + 1], 'w').write('<not supported>,,instructions,0,100,,\\n')",
-     "perf stat supports none of"),
-    ("sys.exit('Error: access is limited')", "perf stat failed: Error: access is limited"),
-])
-def test_processors_that_do_not_count_are_named(body, reason, tmp_path, monkeypatch):
-    fake_perf(tmp_path, monkeypatch, body)
-    assert counts.processor_counts(CASE, "forward")["missing"].startswith(reason)
-
-
 # ------------------------------------------------------------------------------------------------ answer
 
-def record(row, algorithm, strided, packed, perf=None):
+def record(row, algorithm, strided, packed):
     """A record whose arms have D1 misses as given and a tenth of them in LL."""
     each = {"strided": strided, "packed": packed, "contiguous": packed + 10, "pack": 10, "strided on lines": strided / 2,
             "packed on lines": packed / 2}
@@ -233,12 +184,12 @@ def record(row, algorithm, strided, packed, perf=None):
                   "LL_per_madd": n / 1e5} for arm, n in each.items()}
     return {"question": "counts", "label": f"row{row} {algorithm}", "factors": {"algorithm": algorithm}, "counts": arms,
             "again": {"pack": {**arms["pack"], "D1_misses": 11}}, "madds": 10000, "least_lines": 50, "row_bytes": row,
-            "line_offset": 16, "perf": perf or {"missing": "perf is not installed"}}
+            "line_offset": 16}
 
 
 def test_the_answer_compares_strided_with_packed_by_algorithm_and_row():
     records = [record(12288, "tiled", 300, 200), record(9216, "tiled", 240, 200), record(12288, "blas", 200, 200)]
-    found = counts.answer({"records": records})
+    found = counts.QUESTION.answered({"records": records})
     assert "“tiled” misses D1 1.20 to 1.50 times as often on packed" not in found.short
     assert "on strided heads “tiled” misses D1 1.20 to 1.50 times as often as on packed ones" in found.short
     assert "on strided heads “blas” misses D1 1.00 times as often" in found.short
@@ -252,12 +203,8 @@ def test_the_answer_compares_strided_with_packed_by_algorithm_and_row():
     assert [v["value"] for v in values] == pytest.approx([30, 21, 20, 1, 15, 10])
 
 
-def test_the_answer_reports_what_the_processor_counted():
-    perf = {"calls": 50, "counts": {arm: {"L1-dcache-load-misses": 300.0 if arm == "strided" else 200.0} for arm in counts.ARMS}}
-    found = counts.answer({"records": [record(9216, "tiled", 240, 200, perf)]})
-    assert found.short.endswith("compared with packed ones, 1.50 times as many L1-dcache-load-misses.")
-    assert found.tables[-1].rows == [["row9216 tiled", "30.000", *["20.000"] * 5]]
-    assert counts.answer({"records": []}) is None
+def test_there_is_no_answer_without_records():
+    assert counts.QUESTION.answered({"records": []}) is None
 
 
 def test_trials_have_labels_of_their_own_and_the_quick_ones_are_among_all():

@@ -36,16 +36,14 @@ LIMITS = {"float32": 200e9, "float64": 100e9, "read": 20e9}
 # `fastmha study` in a process of its own, its measurements: "0", "1", … of so many seconds each, which find the process
 STUDY = """
 import os, sys, time
-from types import ModuleType
 from fastmha.study import machine, pace, questions
+from fastmha.study.answer import Question
 from fastmha.study.trial import Trial
 
 seconds, count, out = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-fake = ModuleType("fake")
-fake.NAME, fake.TITLE, fake.QUESTION, fake.NEEDS = "fake", "Title", "Is it?", ()
-fake.trials = lambda quick, threads: [
-    Trial("fake", str(n), {}, lambda _: time.sleep(seconds) or {"by": os.getpid()}, seconds) for n in range(count)]
-fake.answer = lambda found: None
+fake = Question("fake", "Title", "Is it?", lambda quick, threads: [
+    Trial("fake", str(n), {}, lambda _: time.sleep(seconds) or {"by": os.getpid()}, seconds) for n in range(count)],
+    lambda records, found: None, None)
 questions.ALL, questions.NAMES = (fake,), ("fake",)
 machine.limits = lambda threads: {"float32": 2e11, "float64": 1e11, "read": 2e10}
 pace.calibrated = lambda *a: {"process": 0.1, "picture": 0.1}

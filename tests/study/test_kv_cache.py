@@ -5,7 +5,7 @@ import pytest
 from support import assert_drawable
 
 import fastmha
-from fastmha.study import kv_cache, trial
+from fastmha.study import kv_cache, questions, trial
 from fastmha.study.kv_cache import Shape
 
 SMALL = Shape(2, 4, 2, 8, 40)
@@ -31,7 +31,8 @@ def record(work, Lk, each=1e-3, threads=2, **times):
 
 
 def answer(*records, threads=2):
-    return kv_cache.answer({"records": list(records), "threads": threads, "machine": {"caches": {"L3": 32 << 20}}, "limits": {}})
+    found = {"records": list(records), "threads": threads, "machine": {"caches": {"L3": 32 << 20}}, "limits": {}}
+    return kv_cache.QUESTION.answered(found)
 
 
 def test_the_layouts_hold_the_same_where_they_should():
@@ -127,11 +128,11 @@ def test_flops_are_those_of_the_plan():
 
 def test_the_trials_are_named_once_and_fit_their_time():
     for quick, seconds in ((True, 6), (False, 40)):
-        found = kv_cache.trials(quick, 2)
+        found = questions.trials([kv_cache.QUESTION], quick, 2)
         assert len({t.label for t in found}) == len(found)
         assert sum(t.seconds for t in found) <= seconds
         assert {t.factors["kind"] for t in found} == {"decode", "append", "chunk"}
-    one = kv_cache.trials(False, 1)
+    one = questions.trials([kv_cache.QUESTION], False, 1)
     assert len({t.label for t in one}) == len(one)
 
 

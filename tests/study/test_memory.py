@@ -124,7 +124,7 @@ def test_where_no_peak_is_told_the_work_is_missing(monkeypatch):
 # ------------------------------------------------------------------------------------------------ the answer
 
 def answered(records, **more):
-    return memory.answer({"records": records, "limits": {"float32": 1e11, "read": 1e10}, "threads": 2, **more})
+    return memory.QUESTION.answered({"records": records, "limits": {"float32": 1e11, "read": 1e10}, "threads": 2, **more})
 
 
 def table(answer, start):

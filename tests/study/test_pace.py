@@ -6,7 +6,6 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from fastmha.study import __main__ as command
 from fastmha.study import cases, counts, heads, machine, memory, pace, questions, report, runner, trial
+from fastmha.study.answer import Question
 from fastmha.study.pace import Budget
 from fastmha.study.trial import Trial
 
@@ -285,9 +285,7 @@ def test_a_warm_up_ends_with_the_first_call_that_is_long(took, expected, monkeyp
 def command_with(monkeypatch, tmp_path):
     """Runs `fastmha study --quick` with the trials of a question on a clock of its own; returns results and what was printed."""
     def run(trials, costs, limit, capsys):
-        fake = ModuleType("fake")
-        fake.NAME, fake.TITLE, fake.QUESTION, fake.NEEDS = "q", "Title", "Is it?", ()
-        fake.trials, fake.answer = lambda quick, threads: trials, lambda found: None
+        fake = Question("q", "Title", "Is it?", lambda quick, threads: trials, lambda records, found: None, None)
         monkeypatch.setattr(questions, "ALL", (fake,))
         monkeypatch.setattr(questions, "NAMES", ("q",))
         monkeypatch.setattr(machine, "limits", lambda threads: {"float32": 2e11, "float64": 1e11, "read": 2e10})
@@ -347,21 +345,21 @@ def subsets(records):
 DOCUMENT = json.loads((report.Path(__file__).parents[2] / "docs" / "layouts" / "results.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.NAME)
+@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_a_question_can_be_answered_from_any_part_of_its_records(question):
-    own = [record for record in DOCUMENT["records"] if record["question"] == question.NAME]
+    own = [record for record in DOCUMENT["records"] if record["question"] == question.name]
     for part in subsets(own):
         found = {**DOCUMENT, "records": part}
-        answer = question.answer(found)
+        answer = question.answered(found)
         if answer is not None:
             report.markdown(found, [(question, answer)])
 
 
 @needs_extra
-@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.NAME)
+@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_what_is_left_of_a_question_can_be_drawn(question, tmp_path):
     one_of_each = {tuple(record["factors"].get(name) for name in ("kind", "arm", "algorithm", "what")): record
-                   for record in DOCUMENT["records"] if record["question"] == question.NAME}
+                   for record in DOCUMENT["records"] if record["question"] == question.name}
     for record in list(one_of_each.values())[:4]:
         found = {**DOCUMENT, "records": [record]}
-        report.draw(tmp_path, found, [(question, question.answer(found))])
+        report.draw(tmp_path, found, [(question, question.answered(found))])

@@ -5,7 +5,7 @@ import pytest
 from support import assert_drawable
 
 import fastmha
-from fastmha.study import cases, projections, trial
+from fastmha.study import cases, operands, projections, questions, trial
 from fastmha.study.cases import Case
 
 SMALL = Case(1, 2, 2, 12, 12, 64, algorithm="tiled")
@@ -25,22 +25,22 @@ def layer_record(L, **times):
 
 
 def answer(*records):
-    return projections.answer({"records": list(records), "threads": 2, "machine": {}, "limits": {}})
+    return projections.QUESTION.answered({"records": list(records), "threads": 2, "machine": {}, "limits": {}})
 
 
 def test_heads_lie_as_the_products_write_them():
     L, H, D = 6, 3, 4
     rows = np.arange(3 * L * H * D, dtype=np.float32).reshape(L, 3 * H * D)
     for layout, start in (("side by side", lambda i, h: i * H * D + h * D), ("interleaved", lambda i, h: h * 3 * D + i * D)):
-        whole, views = projections.lay(layout, Case(1, H, H, L, L, D))
+        whole, views = operands.lay(layout, Case(1, H, H, L, L, D))
         whole[...] = rows.ravel()
         for i, x in enumerate(views):
             assert x.shape == (1, H, L, D)
             for h in range(H):
                 assert np.array_equal(x[0, h], rows[:, start(i, h):start(i, h) + D])
-    views = projections.lay("separate", Case(1, H, H, L, L, D))[1]
+    views = operands.lay("separate", Case(1, H, H, L, L, D))[1]
     assert {x.strides[1:3] for x in views} == {(4 * D, 4 * H * D)}
-    assert all(x.flags.c_contiguous for x in projections.lay("packed", Case(1, H, H, L, L, D))[1])
+    assert all(x.flags.c_contiguous for x in operands.lay("packed", Case(1, H, H, L, L, D))[1])
 
 
 @pytest.mark.parametrize("blas", [False, True])
@@ -52,13 +52,14 @@ def test_one_product_and_three_give_one_answer(tokens, blas):
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
 @pytest.mark.parametrize("algorithm", ["tiled", "blas"])
 def test_attention_gives_one_answer_wherever_the_heads_lie(algorithm, direction):
-    arms = projections.attention_arms(Case(**{**SMALL.__dict__, "algorithm": algorithm}), direction, 2)
+    places = {layout: operands.Place(layout) for layout in projections.LAYOUTS}
+    arms = operands.attention_arms(Case(**{**SMALL.__dict__, "algorithm": algorithm}), direction, places, 2)
     assert tuple(arms) == projections.LAYOUTS
 
 
 def test_the_layer_computes_the_attention_of_its_projection(monkeypatch):
     seen = {}
-    monkeypatch.setattr(projections, "_compare", lambda label, arms, results, dtype: seen.update(results))
+    monkeypatch.setattr(projections, "checked", lambda label, arms, results, dtype: seen.update(results) or arms)
     generator = np.random.default_rng(0)
     d = SMALL.H * SMALL.D
     x, w = generator.standard_normal((SMALL.Lq, d), np.float32), generator.standard_normal((d, 3 * d), np.float32)
@@ -85,11 +86,11 @@ def test_an_arm_that_computes_something_else_is_refused(monkeypatch):
 
 def test_the_trials_are_named_once_and_fit_their_time():
     for quick, seconds in ((True, 9), (False, 90)):
-        found = projections.trials(quick, 2)
+        found = questions.trials([projections.QUESTION], quick, 2)
         assert len({t.label for t in found}) == len(found)
         assert sum(t.seconds for t in found) <= seconds
         assert {t.factors["kind"] for t in found} == {"product", "attention", "layer"}
-    one = projections.trials(False, 1)
+    one = questions.trials([projections.QUESTION], False, 1)
     assert len({t.label for t in one}) == len(one)
 
 

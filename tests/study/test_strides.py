@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from support import assert_drawable
 
-from fastmha.study import cases, strides, trial
+from fastmha.study import cases, operands, questions, strides, trial
 from fastmha.study.cases import Case
-from fastmha.study.strides import Place
+from fastmha.study.operands import Place
 
 SMALL = Case(1, 4, 4, 12, 12, 64, algorithm="tiled")
-PLACES = {"packed": Place(0), "row": Place(4096), "row+64": Place(4160), "small": Place(4096, False)}
+PLACES = {"packed": Place("packed"), "row": Place(4096), "row+64": Place(4160), "small": Place(4096, False)}
 
 
 def ratio(median, half=0.01):
@@ -27,7 +27,7 @@ def padding_record(multiple, of, algorithm="tiled", L=512, direction="forward"):
 
 
 def answer(*records):
-    return strides.answer({"records": list(records), "threads": 2, "machine": {}, "limits": {}})
+    return strides.QUESTION.answered({"records": list(records), "threads": 2, "machine": {}, "limits": {}})
 
 
 @pytest.mark.parametrize("huge", [True, False])
@@ -35,33 +35,33 @@ def answer(*records):
 def test_heads_lie_at_the_stride_and_begin_a_page(dtype, huge):
     case = Case(1, 2, 2, 5, 5, 8, dtype=dtype)
     for row in (4096, 4160):
-        views = strides.three(case, row, huge)
+        views = operands.lay(case, row, huge)[1]
         assert views[0].ctypes.data % 4096 == 0
         for number, x in enumerate(views):
             assert (x.shape, x.dtype) == ((1, 2, 5, 8), dtype)
             assert x.strides[1:] == (8 * x.itemsize, row, x.itemsize)
             assert x.ctypes.data - views[0].ctypes.data == number * 16 * x.itemsize
-    assert all(x.flags.c_contiguous for x in strides.three(case, 0, huge))
+    assert all(x.flags.c_contiguous for x in operands.lay(case, "packed", huge)[1])
 
 
 @pytest.mark.parametrize("direction", cases.DIRECTIONS)
 @pytest.mark.parametrize("algorithm", strides.ALGORITHMS)
 def test_all_strides_give_one_answer(algorithm, direction):
-    arms = strides.prepare(Case(**{**SMALL.__dict__, "algorithm": algorithm}), direction, PLACES, 1)
+    arms = operands.attention_arms(Case(**{**SMALL.__dict__, "algorithm": algorithm}), direction, PLACES, 1)
     assert list(arms) == list(PLACES)
 
 
 def test_an_arm_that_computes_something_else_is_refused(monkeypatch):
-    right = strides.algorithms.forward
+    right = operands.algorithms.forward
 
     def wrong(name, problem, out, lse, weights, threads):
         right(name, problem, out, lse, weights, threads)
         if problem.q.strides[2] == 4160:
             out[0, 0, 3, 5] += 1e-2
 
-    monkeypatch.setattr(strides.algorithms, "forward", wrong)
+    monkeypatch.setattr(operands.algorithms, "forward", wrong)
     with pytest.raises(trial.ArmsDisagreeError, match=r"out of the arms packed and row\+64"):
-        strides.prepare(SMALL, "forward", PLACES, 1)
+        operands.attention_arms(SMALL, "forward", PLACES, 1)
 
 
 def test_a_stride_that_holds_the_sets_of_one_row_shares_them():
@@ -72,12 +72,12 @@ def test_a_stride_that_holds_the_sets_of_one_row_shares_them():
 
 def test_the_trials_are_named_once_and_fit_their_time():
     for quick, seconds in ((True, 8), (False, 120)):
-        found = strides.trials(quick, 2)
+        found = questions.trials([strides.QUESTION], quick, 2)
         assert len({t.label for t in found}) == len(found)
         assert sum(t.seconds for t in found) <= seconds
         assert {t.question for t in found} == {strides.NAME}
         assert all(t.flops > 0 for t in found)
-    one = strides.trials(False, 1)
+    one = questions.trials([strides.QUESTION], False, 1)
     assert len({t.label for t in one}) == len(one)
 
 
@@ -101,13 +101,14 @@ def test_arms_lie_where_their_names_say(monkeypatch):
             seen.update(places)
             return dict.fromkeys(places, lambda: None)
 
-        monkeypatch.setattr(strides, "prepare", prepared)
+        monkeypatch.setattr(operands, "attention_arms", prepared)
         trial.measure(0)
-        return {name: (place.row, place.huge) for name, place in seen.items()}
+        return {name: tuple(place) for name, place in seen.items()}
 
-    expected = {"packed": (0, True), "row": (8192, True), "row+64": (8256, True)}
+    expected = {"packed": ("packed", True), "row": (8192, True), "row+64": (8256, True)}
     assert rows(strides.padding(SMALL, "forward", 8192, 1, 0)) == {**expected, "row-64": (8128, True)}
-    assert rows(strides.sweep(SMALL, (3072, 4160), 1, 0, 0)) == {"packed": (0, True), "3072": (3072, True), "4160": (4160, True)}
+    swept = {"packed": ("packed", True), "3072": (3072, True), "4160": (4160, True)}
+    assert rows(strides.sweep(SMALL, (3072, 4160), 1, 0, 0)) == swept
     small = {f"{name}, 4 KiB pages": (row, False) for name, (row, _) in expected.items()}
     assert rows(strides.pages(SMALL, 8192, 1, 0)) == {**expected, **small}
 

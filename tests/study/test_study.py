@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from fastmha import _core
 from fastmha.__main__ import main
 from fastmha.study import __main__ as command
 from fastmha.study import cases, heads, machine, pace, questions, report, runner, trial
-from fastmha.study.answer import Answer, Picture, Table
+from fastmha.study.answer import Answer, Picture, Question, Table
 from fastmha.study.cases import DIRECTIONS, Case, Run
 from fastmha.study.trial import Trial
 
@@ -324,29 +323,28 @@ def test_the_best_time_is_the_least_after_a_first_call(monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ questions
 
-@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.NAME)
+@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_a_question_has_its_texts_and_trials_with_a_label_each(question):
-    assert question.TITLE
-    assert question.QUESTION.endswith("?")
-    assert set(question.NEEDS) <= set(questions.NAMES)
+    assert question.title
+    assert question.question.endswith("?")
+    assert set(question.needs) <= set(questions.NAMES)
     for quick in (True, False):
-        trials = question.trials(quick, 2)
-        assert {t.question for t in trials} <= {question.NAME}
+        trials = [t for t in questions.trials([question], quick, 2) if t.question == question.name]
         assert len({t.label for t in trials}) == len(trials)
         for t in trials:
             assert json.loads(json.dumps(t.factors)) == t.factors
 
 
-@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.NAME)
+@pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_a_question_without_records_has_no_answer(question):
     about = {**machine.describe(1, "fastmha study"), "quick": True}
-    assert question.answer({**about, "limits": {"float32": 2e9, "float64": 1e9, "read": 1e9}, "records": []}) is None
+    assert question.answered({**about, "limits": {"float32": 2e9, "float64": 1e9, "read": 1e9}, "records": []}) is None
 
 
 def test_all_questions_have_names_of_their_own():
     assert len(set(questions.NAMES)) == len(questions.ALL)
     assert questions.chosen([]) == list(questions.ALL)
-    assert questions.chosen(["heads"]) == [heads]
+    assert questions.chosen(["heads"]) == [heads.QUESTION]
 
 
 def test_the_quick_study_is_planned_for_less_than_its_limit():
@@ -589,13 +587,13 @@ def test_texts_of_a_picture_lie_within_it_and_not_on_each_other(kind, panels, ro
 
 @needs_extra
 @kinds
-def test_a_picture_is_a_png_in_greys_of_readable_size(kind, draw):
+def test_a_picture_is_a_png_of_readable_size_and_heat_maps_alone_have_colours(kind, draw):
     from matplotlib.image import imread
 
     figure, path = draw(kind, KINDS[kind](2, 3))
     assert path.read_bytes().startswith(b"\x89PNG")
     pixels = imread(path)[..., :3]
-    assert np.ptp(pixels, axis=-1).max() == 0
+    assert (np.ptp(pixels, axis=-1).max() > 0) == (kind == "heat_maps")
     assert pixels.shape[1::-1] == figure.canvas.get_width_height()
     assert 800 <= pixels.shape[1] <= 1300
 
@@ -635,33 +633,49 @@ def test_cells_that_were_not_measured_are_hatched_and_the_legend_says_so(missing
     hatched = [patch for axes in figure.axes for patch in axes.patches if patch.get_hatch()]
     assert len(hatched) == sum(v is None for p in data["panels"] for row in p["values"] for v in row)
     assert bool(hatched) is missing
-    assert [t.get_text() for legend in figure.legends for t in legend.get_texts()] == ["not measured"] * missing
+    said = [t.get_text() for legend in figure.legends for t in legend.get_texts()]
+    assert said == ["between values below 1.00 and others", *["not measured"] * missing]
 
 
 @needs_extra
-def test_texts_of_cells_have_contrast_and_greys_grow_with_the_values(draw):
+def test_texts_of_cells_have_contrast_and_shades_part_at_the_centre_with_and_without_colours(draw):
     figure, _ = draw("heat_maps", heat(1, 7, missing=False))
     axes = figure.axes[0]
     (image,) = axes.get_images()
-    greys = []
+    shades = []
     for text in axes.texts:
         column, row = map(int, text.get_position())
-        grey = image.cmap(image.norm(image.get_array()[row, column]))[0]
-        light, dark = sorted([luminance(grey), luminance({"white": 1.0, "black": 0.0}[text.get_color()])], reverse=True)
+        colour = image.cmap(image.norm(image.get_array()[row, column]))
+        light, dark = sorted([luminance(colour), {"white": 1.0, "black": 0.0}[text.get_color()]], reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5
-        greys.append((float(text.get_text().split()[0]), grey))
-    greys.sort()
-    assert [grey for _, grey in greys] == sorted((grey for _, grey in greys), reverse=True)
+        shades.append((float(text.get_text().split()[0]), *colour[:3], luminance(colour)))
+    below, above = ([shade for shade in sorted(shades) if (shade[0] < 1) == side] for side in (True, False))
+    assert all(blue > red for _, red, _, blue, _ in below)
+    assert all(red > blue for _, red, _, blue, _ in above)
+    assert [s[-1] for s in below] == sorted(s[-1] for s in below)               # from dark to pale, and on to a middle grey
+    assert [s[-1] for s in above] == sorted((s[-1] for s in above), reverse=True)
+    assert above[-1][-1] - below[0][-1] > 0.25
 
 
-def luminance(grey):
-    """Of a grey of sRGB, as the contrast of the Web Content Accessibility Guidelines takes it."""
-    return grey / 12.92 if grey <= 0.04045 else ((grey + 0.055) / 1.055) ** 2.4
+@needs_extra
+def test_a_line_runs_between_cells_on_either_side_of_the_centre(draw):
+    values = [[0.9, 1.0, None], [0.8, 0.95, 0.9]]
+    panel = {"title": "t", "columns": list("abc"), "rows": list("de"), "values": values,
+             "texts": [[str(v or "") for v in row] for row in values]}
+    figure, _ = draw("heat_maps", {**heat(1, 1), "panels": [panel]})
+    edges = {(*line.get_xdata(), *line.get_ydata()) for line in figure.axes[0].lines}
+    assert edges == {(0.5, 0.5, -0.5, 0.5), (0.5, 1.5, 0.5, 0.5)}
+
+
+def luminance(colour):
+    """As the contrast of the Web Content Accessibility Guidelines takes it."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
 
 
 @needs_extra
 @pytest.mark.parametrize(("values", "centre"), [([0.9, 1.2], 1.0), ([-3.0, 1.0], 0.0), ([1.001], 1.0), ([5.0], 0.0), ([], 1.0)])
-def test_the_greys_lie_evenly_around_the_centre(values, centre):
+def test_the_shades_lie_evenly_around_the_centre(values, centre):
     from fastmha.study import plots
 
     position, value = plots._around(centre, np.array(values))
@@ -669,11 +683,11 @@ def test_the_greys_lie_evenly_around_the_centre(values, centre):
         assert -1 - 1e-12 <= position(v) <= 1 + 1e-12
         assert value(position(v)) == pytest.approx(v)
     assert position(centre) == 0
-    assert max(map(abs, map(position, values)), default=1) == pytest.approx(1) or values == [1.001]     # noise stays grey
+    assert max(map(abs, map(position, values)), default=1) == pytest.approx(1) or values == [1.001]     # noise stays pale
 
 
 @needs_extra
-def test_ratios_far_off_do_not_take_the_greys_from_the_others():
+def test_ratios_far_off_do_not_take_the_shades_from_the_others():
     from fastmha.study import plots
 
     position, value = plots._around(1.0, np.array([0.3, 0.95, 1.02]))
@@ -741,11 +755,13 @@ WIDE = Table("Many columns", ["case", *(f"with {n} threads" for n in range(14))]
              [[LONG, *(f"{100.25 + n} ±0.1" for n in range(14))] for _ in range(2)])
 
 
-def question(answer, name="fake"):
-    module = ModuleType(name)
-    module.NAME, module.TITLE, module.QUESTION, module.NEEDS = name, f"Title of {name}", f"Is it so, {name} & <all>?", ()
-    module.answer = answer if callable(answer) else lambda found: answer
-    return module
+def question(answer, name="fake", trials=()):
+    """A question whose answer, with its pictures, is the same or what a function makes of all results, whatever was measured."""
+    class Fake(Question):
+        def answered(self, found):
+            return answer(found) if callable(answer) else answer
+
+    return Fake(name, f"Title of {name}", f"Is it so, {name} & <all>?", lambda quick, threads: list(trials), None, None)
 
 
 def full_answer(kinds=tuple(KINDS)):
@@ -943,10 +959,8 @@ def test_a_question_that_there_is_not_is_told_those_that_there_are(capsys):
 @pytest.fixture
 def study(measurements, monkeypatch, tmp_path):
     """Runs `fastmha study` with the questions "fake", whose measurements are counted, and "other"; in tmp_path/out."""
-    first, second = question(lambda found: full_answer(["bars"]) if found["records"] else None), question(None, "other")
-    first.trials = lambda quick, threads: measurements.trials
-    second.trials = lambda quick, threads: []
-    monkeypatch.setattr(questions, "ALL", (first, second))
+    first = question(lambda found: full_answer(["bars"]) if found["records"] else None, trials=measurements.trials)
+    monkeypatch.setattr(questions, "ALL", (first, question(None, "other")))
     monkeypatch.setattr(questions, "NAMES", ("fake", "other"))
     monkeypatch.setenv("COLUMNS", "80")
 
@@ -1088,8 +1102,8 @@ def test_arms_that_disagree_end_the_study_with_status_1_and_keep_the_rest(study,
 
 
 @needs_extra
-def test_an_answer_that_fails_leaves_the_results(study):
-    questions.ALL[0].answer = lambda found: 1 / 0
+def test_an_answer_that_fails_leaves_the_results(study, measurements, monkeypatch):
+    monkeypatch.setattr(questions, "ALL", (question(lambda found: 1 / 0, trials=measurements.trials),))
     with pytest.raises(ZeroDivisionError):
         study()
     assert len(runner.read(study.out / "results.json")["records"]) == 3

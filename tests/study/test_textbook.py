@@ -112,7 +112,7 @@ def record(what, layout, strided, copy=0.1):
 
 def test_the_answer_says_which_is_faster_from_the_records():
     fused = [record("scores", FUSED, 1.0), record("output", FUSED, 1.32), record("output", FUSED, 1.1)]
-    found = textbook.answer({"records": fused})
+    found = textbook.QUESTION.answered({"records": fused})
     assert "faster than copying first in 1 of 3 products and slower in 1;" in found.short
     assert "The copy is 0.09 (0.09 to 0.09)" in found.short
     parts = [part for bar in found.pictures[0].data["bars"] for part in bar["parts"]]
@@ -121,7 +121,7 @@ def test_the_answer_says_which_is_faster_from_the_records():
 
 @pytest.mark.parametrize(("strided", "says"), [(22.0, "a loop of NumPy's own"), (1.1, "NumPy makes that copy itself"), (1.8, "")])
 def test_the_answer_tells_a_copy_from_a_loop(strided, says):
-    short = textbook.answer({"records": [record("scores", INTERLEAVED, strided)]}).short
+    short = textbook.QUESTION.answered({"records": [record("scores", INTERLEAVED, strided)]}).short
     assert f"takes {strided / 1.1:.2f} times as long as copying" in short or f"and {strided / 1.1:.2f} times as long" in short
     assert says in short
     assert bool(says) == ("loop" in short or "itself" in short)
@@ -129,10 +129,10 @@ def test_the_answer_tells_a_copy_from_a_loop(strided, says):
 
 def test_the_answer_speaks_of_the_merge_and_of_blas_that_was_not_held():
     merge = record("merge", FUSED, 1.0)
-    found = textbook.answer({"records": [{**merge, "one_blas_thread": False}]})
+    found = textbook.QUESTION.answered({"records": [{**merge, "one_blas_thread": False}]})
     assert "by transpose and reshape is 0.09 of the time" in found.short
     assert "takes 0.91 of it, and 1.00 of the product alone" in found.short
     assert f"before each call {textbook.REST} s passed" in found.method
     assert len(found.tables) == 1
     assert not found.pictures
-    assert textbook.answer({"records": []}) is None
+    assert textbook.QUESTION.answered({"records": []}) is None
