@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 
 from fastmha import analysis
-from fastmha.multihead import MultiHeadAttention
 from fastmha.algorithms import product_by_blas
+from fastmha.multihead import MultiHeadAttention
 from fastmha.planning import choose_layout
 from fastmha.study import cases
 from fastmha.study.answer import Answer, Found, Picture, Question, Record, by, lines, of, ratios, spread, table

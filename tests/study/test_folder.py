@@ -88,7 +88,7 @@ def measured(out):
 
 @needs_extra
 def test_a_second_command_in_a_folder_is_refused_by_one_sentence_and_the_first_loses_nothing(tmp_path):
-    first = Process(tmp_path, 0.2, 10)
+    first = Process(tmp_path, 0.5, 10)
     first.wait_for(2)
     status, _, error = Process(tmp_path).end()
     assert status == 2
