@@ -12,7 +12,6 @@ from fastmha.plan import blas_rows, needs_packing, product_by_blas, product_slic
 
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
-_PANEL_COLUMNS = 64             # a multiple of the columns of a panel of `packed_weights`, for every instruction set
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
@@ -94,7 +93,7 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
     if out.ndim == 4:
         m, slices = len(a), (max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3])
-        if out.shape[3] % _PANEL_COLUMNS:
+        if out.shape[3] % _core.PANEL_COLUMNS:
             packed = None
     else:
         m, n = out.shape
