@@ -24,8 +24,9 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
                 |
              _core.pyx                  pointers and strides, the loop over heads, the GIL released
              /      \\
-       _blas.pxd    csrc/               the only door to BLAS; kernels once per instruction set and dtype,
-                                        the thread pool
+       _blas.pxd    _kernels.pxd        the only door to BLAS; what Cython sees of csrc/
+                        |
+                    csrc/               kernels once per instruction set and dtype, the thread pool
 
     Every file may read those below it, none one above: what takes arguments checks them by validate.py.
 

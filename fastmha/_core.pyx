@@ -10,120 +10,22 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from fastmha._blas cimport gemm, load_blas
-
-
-cdef extern from "csrc/fastmha.h" nogil:
-    ctypedef struct fmha_array:
-        char *data
-        ptrdiff_t stride[4]
-
-    ctypedef struct fmha_problem:
-        ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv
-        double scale, softcap
-        int banded
-        int64_t left, right
-        const int64_t *offset
-        const int64_t *key_length
-        int stored
-        fmha_array q, k, v, bool_mask, additive_mask
-
-    ctypedef struct fmha_block:
-        ptrdiff_t b, h, i0, rows, j0, cols, ld
-
-    ctypedef struct fmha_tiled:
-        fmha_problem p
-        fmha_array out
-        char *lse
-        char *weights
-        fmha_array grad_out, grad_q, grad_k, grad_v
-        int mode
-        ptrdiff_t first_head
-        char *row_states
-        char *scratch
-        ptrdiff_t scratch_size
-        char *chunks
-        ptrdiff_t chunk_result
-
-    ctypedef struct fmha_kernels:
-        const char *name
-        int vector_bytes
-        void (*softmax)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
-        void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
-                                 ptrdiff_t) noexcept nogil
-        void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
-        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, const void *,
-                                     const fmha_array *,
-                                     const fmha_array *) noexcept nogil
-        void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
-        int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
-        void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
-        void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
-        void (*multiply)(ptrdiff_t, void *, double) noexcept nogil
-        void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
-        void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
-                              ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
-        int (*exceeds)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, double, double) noexcept nogil
-        int (*tiny_row)(ptrdiff_t, const void *) noexcept nogil
-        int (*nonzero)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
-        void (*lift_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
-        void (*lower_row)(ptrdiff_t, const void *, const void *, void *) noexcept nogil
-        void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
-        void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
-        void (*decode)(void *, ptrdiff_t, int) noexcept nogil
-        void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*decode_scratch)(const fmha_problem *, ptrdiff_t *) noexcept nogil
-        void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
-        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
-                     void *,
-                     ptrdiff_t, const void *, const void *, void *) noexcept nogil
-        void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
-        ptrdiff_t (*gemm_scratch)() noexcept nogil
-        void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
-        void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
-
-    int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
-    int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
-    int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
-    ptrdiff_t FMHA_ROW_STATE, FMHA_CHUNK_KEYS, FMHA_TILE_KEYS, FMHA_BLOCK_ROWS, FMHA_DECODE_ROWS, FMHA_KEPT_BYTES
-    int64_t FMHA_UNBOUNDED
-    const fmha_kernels *fmha_kernels_of(int isa, int is_double)
-    int fmha_isa_runs(int isa)
-    const char *fmha_isa_name(int isa)
-    double FMHA_LARGE(bint is_double)
-    double fmha_folded_scale(const fmha_problem *, int, double *)
-    void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
-
-cdef extern from "Python.h":
-    int check_signals "PyErr_CheckSignals" ()       # without `except`: what is raised waits for `finish`
-
-cdef extern from "csrc/pool.h" nogil:
-    ctypedef void (*fmha_task)(void *, ptrdiff_t, int) noexcept nogil
-    int fmha_pool_run(fmha_task, void *, ptrdiff_t, int)
-    void fmha_pool_ask(int (*question)() noexcept nogil)
-    int fmha_pool_stopped()
-    int fmha_pool_workers()
-    void fmha_pool_shutdown()
-
-cdef extern from "csrc/subnormals.h" nogil:
-    uint64_t fmha_flush_subnormals()
-    void fmha_keep_subnormal_operands()
-    void fmha_set_control(uint64_t)
-
-cdef extern from "csrc/blas_threads.h" nogil:
-    void fmha_blas_threads_bind(int (*)() noexcept nogil, void (*)(int) noexcept nogil)
-    int fmha_blas_threads_bound()
-    int fmha_blas_enter()
-    void fmha_blas_leave(int)
-    void fmha_blas_item_begin()
-    void fmha_blas_item_end()
-    int fmha_blas_held()
+from fastmha._kernels cimport (
+    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_HALF,
+    FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_KEYS, FMHA_LARGE, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS,
+    FMHA_QUERIES, FMHA_ROW_STATE, FMHA_SAME, FMHA_TILE_KEYS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
+    fmha_backward_cut, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end,
+    fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_cut, fmha_decode_cut,
+    fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item,
+    fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_matrices_cut, fmha_pool_ask,
+    fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_set_control,
+    fmha_task,
+)
 
 
 load_blas()
 cdef const fmha_kernels *kernel_tables[2]       # float32, float64
+PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product start at multiples of it
 
 
 def runnable_isas():
@@ -235,13 +137,15 @@ cdef class Scratch:
     cdef char *memory
     cdef char *start
     cdef ptrdiff_t size, bytes
+    cdef int threads
 
     def __cinit__(self, ptrdiff_t size, int threads):
         global kept_memory, kept_bytes
-        self.size = (size + 63) // 64 * 64 + 64
+        self.threads = threads
+        self.size = (size + FMHA_CACHE_LINE - 1) // FMHA_CACHE_LINE * FMHA_CACHE_LINE + FMHA_CACHE_LINE
         if size > (<ptrdiff_t>1 << 62) // (threads + 1):
             raise MemoryError(f"no memory for {threads} times {size} bytes of scratch")
-        cdef ptrdiff_t wanted = self.size * threads + 64
+        cdef ptrdiff_t wanted = self.size * threads + FMHA_CACHE_LINE
         if wanted <= kept_bytes:
             self.memory, self.bytes = kept_memory, kept_bytes
             kept_memory, kept_bytes = NULL, 0
@@ -250,7 +154,7 @@ cdef class Scratch:
             if self.memory == NULL:
                 raise MemoryError(f"no memory for {self.size * threads} bytes of scratch")
             self.bytes = wanted     # not before: what is freed must be there
-        self.start = <char *>((<uintptr_t>self.memory + 63) & ~<uintptr_t>63)
+        self.start = <char *>((<uintptr_t>self.memory + FMHA_CACHE_LINE - 1) & ~<uintptr_t>(FMHA_CACHE_LINE - 1))
 
     def __dealloc__(self):
         global kept_memory, kept_bytes
@@ -258,6 +162,18 @@ cdef class Scratch:
             kept_memory, self.memory = self.memory, kept_memory
             kept_bytes = self.bytes
         PyMem_RawFree(self.memory)
+
+
+cdef Scratch scratch_for(ptrdiff_t size, ptrdiff_t items, int threads):
+    """Scratch for the threads that can have one of so many items; they are to run on its `threads`."""
+    return Scratch(size, max(1, min(threads, items)))
+
+
+cdef char *take(char *memory, ptrdiff_t *used, ptrdiff_t bytes) noexcept nogil:
+    """The next bytes of a scratch that is laid out, whose size adds up in `used`; without memory, that size alone."""
+    cdef char *at = memory + used[0] if memory != NULL else NULL
+    used[0] += bytes
+    return at
 
 
 ctypedef struct Guarded:
@@ -354,7 +270,14 @@ cdef class Problem:
         stored = self.k.dtype
         self.c.stored = FMHA_SAME
         if stored is not self.dtype and stored != self.dtype:
-            self.c.stored = FMHA_HALF if stored.char == "e" else FMHA_BFLOAT if stored.char == "H" else FMHA_OTHER
+            if stored.char == "e":
+                self.c.stored = FMHA_HALF
+            elif stored.char == "H":
+                self.c.stored = FMHA_BFLOAT
+            elif stored.char == ("f" if self.is_double else "d"):
+                self.c.stored = FMHA_OTHER
+            else:
+                raise TypeError(f"k and v must be float32, float64, float16 or bfloat16 (as uint16), got {stored}")
             size = stored.itemsize
         read_array(self.k, &self.c.k, shape, size, False)
         self.c.Hkv, self.c.Lk = shape[1], shape[2]
@@ -400,24 +323,20 @@ cdef class Problem:
 
 ctypedef struct Pack:
     const fmha_kernels *kernels
+    fmha_cut cut
     fmha_array x
     fmha_array y
-    ptrdiff_t heads, length, width, itemsize, row_blocks
+    ptrdiff_t heads, itemsize
 
 
-cdef ptrdiff_t PACK_ROWS = 64
-
-
-cdef void pack_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
-    """Rows [i0, i0 + 64) of all heads of one batch row: both sides of the copy stay within a few pages."""
+cdef void pack_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """A few rows of all heads of one batch row."""
     cdef Pack *c = <Pack *>context
-    cdef ptrdiff_t b = item // c.row_blocks, i0 = item % c.row_blocks * PACK_ROWS, h
-    cdef ptrdiff_t rows = min(PACK_ROWS, c.length - i0)
+    cdef fmha_item item = fmha_item_of(&c.cut, index)
+    cdef ptrdiff_t h
     for h in range(c.heads):
-        c.kernels.copy_rows(
-            rows, c.width,
-            c.x.data + (b * c.x.stride[0] + h * c.x.stride[1] + i0 * c.x.stride[2]) * c.itemsize, c.x.stride[2],
-            c.y.data + (b * c.y.stride[0] + h * c.y.stride[1] + i0 * c.y.stride[2]) * c.itemsize, c.y.stride[2])
+        c.kernels.copy_rows(item.rows, item.cols, head(&c.x, item.b, h, item.i0, c.itemsize), c.x.stride[2],
+                            head(&c.y, item.b, h, item.i0, c.itemsize), c.y.stride[2])
 
 
 def pack_heads(x, out, int threads):
@@ -428,26 +347,45 @@ def pack_heads(x, out, int threads):
     c.kernels = kernel_tables[c.itemsize == 8]
     read_array(out, &c.y, NULL, c.itemsize, True)
     read_array(x, &c.x, shape, c.itemsize, False)
-    c.heads, c.length, c.width = shape[1], shape[2], shape[3]
-    c.row_blocks = (c.length + PACK_ROWS - 1) // PACK_ROWS
+    c.heads = shape[1]
+    c.cut = fmha_matrices_cut(shape[0], shape[2], FMHA_PACK_ROWS, shape[3], 0)
     with nogil:
-        fmha_pool_run(pack_item, &c, shape[0] * c.row_blocks, threads)
+        fmha_pool_run(pack_item, &c, fmha_items(&c.cut), threads)
     finish()
 
 
 ctypedef struct Heads:
     # What one run of the blas algorithm shares between its items.
     fmha_problem p
+    fmha_cut cut
     const fmha_kernels *kernels
     bint is_double
     ptrdiff_t itemsize
-    ptrdiff_t rows, blocks, ld          # query rows a block, blocks a head, row stride of a block of scores
+    ptrdiff_t rows, ld                  # query rows of a block, row stride of its scores
     fmha_array out, weights             # out (B, H, Lq, Dv); weights (B, H, Lq, Lk) or NULL
     fmha_array grad_out, grad_q, grad_k, grad_v
     char *lse                           # (B, H, Lq) contiguous
     char *scratch
     ptrdiff_t scratch_size
     int failed                          # an allocation on a careful path
+
+
+ctypedef struct Buffers:
+    # The scratch of one thread.
+    char *scores                        # (rows, ld)
+    char *row_sum                       # (rows,), forward
+    char *grad_scores                   # (rows, ld), backward
+    char *slopes                        # (ld,) of the softcap, for a row at a time, backward
+
+
+cdef ptrdiff_t blas_layout(const Heads *c, bint backward, char *memory, Buffers *to) noexcept nogil:
+    """Bytes of scratch of one thread; without memory that is all."""
+    cdef ptrdiff_t used = 0, block = c.rows * c.ld * c.itemsize
+    to.scores = take(memory, &used, block)
+    to.row_sum = take(memory, &used, 0 if backward else c.rows * c.itemsize)
+    to.grad_scores = take(memory, &used, block if backward else 0)
+    to.slopes = take(memory, &used, c.ld * c.itemsize if backward else 0)
+    return used
 
 
 cdef inline char *head(const fmha_array *x, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i, ptrdiff_t itemsize) noexcept nogil:
@@ -511,22 +449,23 @@ cdef void product(Heads *c, const fmha_block *block, bint by_key, double alpha, 
     PyMem_RawFree(clean)
 
 
-cdef void forward_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
     """One block of query rows of one head: S <- scale Q K^T, P <- softmax(S), O <- P V."""
     cdef Heads *c = <Heads *>context
     cdef fmha_problem *p = &c.p
+    cdef fmha_item item = fmha_item_of(&c.cut, index)
     cdef fmha_block block
+    cdef Buffers buffers
     cdef ptrdiff_t size = c.itemsize, j0, j1, i, hkv
-    cdef char *scores = c.scratch + worker * c.scratch_size
-    cdef char *row_sum = scores + c.rows * c.ld * size
+    cdef char *scores
+    cdef char *row_sum
     cdef char *lse = NULL
     cdef char *out
     cdef char *again
     cdef double factor
-    # The last rows of a causal head have the most keys: they start first.
-    block.i0 = (c.blocks - 1 - item % c.blocks) * c.rows
-    block.b, block.h = item // c.blocks // p.H, item // c.blocks % p.H
-    block.rows, block.ld = min(c.rows, p.Lq - block.i0), c.ld
+    blas_layout(c, False, c.scratch + worker * c.scratch_size, &buffers)
+    scores, row_sum = buffers.scores, buffers.row_sum
+    block.b, block.h, block.i0, block.rows, block.ld = item.b, item.h, item.i0, item.rows, c.ld
     hkv = block.h // (p.H // p.Hkv)
     fmha_block_keys(p, block.b, block.i0, block.rows, &j0, &j1)
     block.j0, block.cols = j0, j1 - j0
@@ -607,22 +546,26 @@ cdef void tiny_rows(Heads *c, const fmha_block *block, ptrdiff_t hkv, const char
     PyMem_RawFree(lifted)
 
 
-cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
-    """One key/value head and its query heads, in their order: the sums of grad_k and grad_v need no other."""
+cdef void backward_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """One key/value head and its query heads, in their order."""
     cdef Heads *c = <Heads *>context
     cdef fmha_problem *p = &c.p
     cdef fmha_block block
-    cdef ptrdiff_t size = c.itemsize, j0, j1, i, group = p.H // p.Hkv, hkv = item % p.Hkv, member, n
+    cdef fmha_item item = fmha_item_of(&c.cut, index)
+    cdef Buffers buffers
+    cdef ptrdiff_t size = c.itemsize, j0, j1, i, group = p.H // p.Hkv, hkv = item.h, member, n
     cdef ptrdiff_t ldq = leading(&p.q, p.D), ldk = leading(&p.k, p.D), ldv = leading(&p.v, p.Dv)
     cdef ptrdiff_t ldo = leading(&c.grad_out, p.Dv)
     cdef ptrdiff_t lddq = leading(&c.grad_q, p.D), lddk = leading(&c.grad_k, p.D), lddv = leading(&c.grad_v, p.Dv)
-    cdef char *scores = c.scratch + worker * c.scratch_size
+    cdef char *scores
     cdef char *grad_scores
     cdef char *q
     cdef char *grad_out
     cdef bint keys_finite, q_finite, grad_finite
     cdef double rest, scale = fmha_folded_scale(p, c.is_double, &rest)
-    block.b = item // p.Hkv
+    blas_layout(c, True, c.scratch + worker * c.scratch_size, &buffers)
+    scores, grad_scores = buffers.scores, buffers.grad_scores
+    block.b = item.b
     for i in range(p.Lk):
         memset(head(&c.grad_k, block.b, hkv, i, size), 0, p.D * size)
         memset(head(&c.grad_v, block.b, hkv, i, size), 0, p.Dv * size)
@@ -637,7 +580,6 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
             block.rows, block.ld = min(c.rows, p.Lq - block.i0), c.ld
             fmha_block_keys(p, block.b, block.i0, block.rows, &j0, &j1)
             block.j0, block.cols = j0, j1 - j0
-            grad_scores = scores + block.rows * c.ld * size
             q = head(&p.q, block.b, block.h, block.i0, size)
             grad_out = head(&c.grad_out, block.b, block.h, block.i0, size)
             q_finite = c.kernels.all_finite(block.rows, p.D, q, ldq)
@@ -647,7 +589,7 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
             gemm(c.is_double, False, True, block.rows, block.cols, p.Dv, 1, grad_out, ldo,
                  head(&p.v, block.b, hkv, j0, size), ldv, 0, grad_scores, c.ld)
             # weights <- softmax, grad_scores <- weights * (grad_weights - sum(weights * grad_weights))
-            c.kernels.attend_rows_backward(p, &block, scores, grad_scores,
+            c.kernels.attend_rows_backward(p, &block, scores, grad_scores, buffers.slopes,
                                            c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size,
                                            &c.out, &c.grad_out)
             # grad_q (rows, D) <- scale * grad_scores (rows, cols) @ k (cols, D)
@@ -668,21 +610,34 @@ cdef void backward_item(void *context, ptrdiff_t item, int worker) noexcept nogi
             c.kernels.multiply(p.D, head(&c.grad_k, block.b, hkv, i, size), rest)
 
 
+cdef enum:
+    PAGE_BYTES = 4096
+
+
 cdef ptrdiff_t score_stride(ptrdiff_t Lk, ptrdiff_t itemsize) noexcept:
     """Row stride of a block of scores: whole cache lines, never a multiple of a page (rows would share cache sets)."""
-    cdef ptrdiff_t lanes = 64 // itemsize, ld = (Lk + lanes - 1) // lanes * lanes
-    return ld + lanes if ld * itemsize % 4096 == 0 else ld
+    cdef ptrdiff_t lanes = FMHA_CACHE_LINE // itemsize, ld = (Lk + lanes - 1) // lanes * lanes
+    return ld + lanes if ld * itemsize % PAGE_BYTES == 0 else ld
 
 
-cdef int prepare(Heads *c, Problem problem, ptrdiff_t rows) except -1:
+cdef int prepare(Heads *c, Problem problem, ptrdiff_t rows, bint backward) except -1:
+    """All of c but the arrays and scratch; `rows`: of a block at most."""
     memset(c, 0, sizeof(Heads))
     c.p = problem.c
     c.kernels = kernel_tables[problem.is_double]
     c.is_double, c.itemsize = problem.is_double, problem.itemsize
     c.rows = max(1, min(rows, c.p.Lq))
-    c.blocks = (c.p.Lq + c.rows - 1) // c.rows
     c.ld = score_stride(c.p.Lk, c.itemsize)
+    c.cut = fmha_heads_cut(&c.p) if backward else fmha_blas_forward_cut(&c.p, c.rows)
     return 0
+
+
+def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
+    """Bytes of scratch of one thread of the blas algorithm."""
+    cdef Heads c
+    cdef Buffers unused
+    prepare(&c, problem, rows, backward)
+    return blas_layout(&c, backward, NULL, &unused)
 
 
 def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads):
@@ -690,19 +645,19 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
     C-contiguous or None. `rows`: query rows a block."""
     cdef Heads c
     cdef Scratch scratch
-    prepare(&c, problem, rows)
+    cdef Buffers unused
+    prepare(&c, problem, rows, False)
     read_array(out, &c.out, NULL, c.itemsize, True)
     if lse is not None:
         c.lse = pointer(lse, True)
     if weights is not None:
         read_array(weights, &c.weights, NULL, c.itemsize, True)
         c.weights.stride[2] = c.p.Lk
-    cdef ptrdiff_t items = c.p.B * c.p.H * c.blocks
-    threads = max(1, min(threads, items))
-    scratch = Scratch(blas_scratch(problem, rows, False), threads)
+    cdef ptrdiff_t items = fmha_items(&c.cut)
+    scratch = scratch_for(blas_layout(&c, False, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
-        run(forward_item, &c, items, threads)
+        run(forward_item, &c, items, scratch.threads)
     finish()
     if c.failed:
         raise MemoryError("no memory to treat values that are not finite")
@@ -712,20 +667,19 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
     """Gradients of the "blas" algorithm, written into grad_q, grad_k, grad_v (strides as BLAS takes them)."""
     cdef Heads c
     cdef Scratch scratch
-    prepare(&c, problem, rows)
+    cdef Buffers unused
+    prepare(&c, problem, rows, True)
     read_array(out, &c.out, NULL, c.itemsize, False)
     read_array(grad_out, &c.grad_out, NULL, c.itemsize, False)
     read_array(grad_q, &c.grad_q, NULL, c.itemsize, True)
     read_array(grad_k, &c.grad_k, NULL, c.itemsize, True)
     read_array(grad_v, &c.grad_v, NULL, c.itemsize, True)
     c.lse = pointer(lse, False)
-    cdef ptrdiff_t items = c.p.B * c.p.Hkv
-    threads = max(1, min(threads, items))
-    # scores, grad_scores, and with softcap one row of slopes
-    scratch = Scratch(blas_scratch(problem, rows, True), threads)
+    cdef ptrdiff_t items = fmha_items(&c.cut)
+    scratch = scratch_for(blas_layout(&c, True, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
-        run(backward_item, &c, items, threads)
+        run(backward_item, &c, items, scratch.threads)
     finish()
     if c.failed:
         raise MemoryError("no memory to treat values that are not finite")
@@ -736,25 +690,23 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
 def tiled_forward(Problem problem, out, lse, weights, int threads):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None."""
-    cdef fmha_tiled c
+    cdef fmha_run c
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     c.p = problem.c
+    c.cut = fmha_forward_cut(&c.p)
     read_array(out, &c.out, NULL, problem.itemsize, True)
     c.lse = pointer(lse, True) if lse is not None else NULL
-    cdef ptrdiff_t items = 0
-    if c.p.Hkv:
-        items = c.p.B * c.p.Hkv * ((c.p.H // c.p.Hkv * c.p.Lq + FMHA_BLOCK_ROWS - 1) // FMHA_BLOCK_ROWS)
-    threads = max(1, min(threads, items))
+    cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return
     cdef fmha_task task = kernels.tiled_forward if weights is None else kernels.tiled_weights
     c.weights = pointer(weights, True) if weights is not None else NULL
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if weights is None else kernels.weights_scratch(&c.p)
-    scratch = Scratch(size * problem.itemsize, threads)
+    scratch = scratch_for(size * problem.itemsize, items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
-        fmha_pool_run(task, &c, items, threads)
+        fmha_pool_run(task, &c, items, scratch.threads)
     finish()
 
 
@@ -764,10 +716,10 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over blocks
     of rows and tiles of keys: more work, more items, the same bits.
     """
-    cdef fmha_tiled c
+    cdef fmha_run c
     cdef Scratch scratch, states
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, items, heads
+    cdef ptrdiff_t size = problem.itemsize, items
     c.p = problem.c
     read_array(out, &c.out, NULL, size, False)
     c.lse = pointer(lse, False)
@@ -775,36 +727,20 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     read_array(grad_q, &c.grad_q, NULL, size, True)
     read_array(grad_k, &c.grad_k, NULL, size, True)
     read_array(grad_v, &c.grad_v, NULL, size, True)
-    heads = c.p.B * c.p.Hkv
-    if heads == 0:
-        return
-    whole = min(whole, heads)
-    if whole < heads:
+    if whole < c.p.B * c.p.Hkv:
         states = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
         c.row_states = states.start
     for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
-        c.mode, c.first_head = mode, 0 if mode == FMHA_WHOLE else whole
-        if mode == FMHA_WHOLE:
-            items = whole
-        elif mode == FMHA_KEYS:
-            items = (heads - whole) * ((c.p.Lk + FMHA_TILE_KEYS - 1) // FMHA_TILE_KEYS)
-        else:
-            items = (heads - whole) * ((c.p.H // c.p.Hkv * c.p.Lq + FMHA_BLOCK_ROWS - 1) // FMHA_BLOCK_ROWS)
+        c.mode = mode
+        c.cut = fmha_backward_cut(&c.p, c.mode, whole)
+        items = fmha_items(&c.cut)
         if items == 0:
             continue
-        used = max(1, min(threads, items))
-        scratch = Scratch(kernels.backward_scratch(&c.p, c.mode) * size, used)
+        scratch = scratch_for(kernels.backward_scratch(&c.p, c.mode) * size, items, threads)
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
-            fmha_pool_run(kernels.tiled_backward, &c, items, threads)
+            fmha_pool_run(kernels.tiled_backward, &c, items, scratch.threads)
         finish()
-
-
-def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
-    """Bytes of scratch of one thread of the blas algorithm."""
-    cdef ptrdiff_t ld = score_stride(problem.c.Lk, problem.itemsize)
-    rows = max(1, min(rows, problem.c.Lq))
-    return ((2 * rows + 1) * ld if backward else rows * ld + rows) * problem.itemsize
 
 
 def tile_sizes():
@@ -824,48 +760,90 @@ def tiled_scratch(Problem problem, bint backward, bint split):
 
 
 def decode_scratch(Problem problem):
-    """Bytes of scratch of the decode algorithm: of one thread, and of the results of all chunks."""
-    cdef ptrdiff_t result, own
+    """Bytes of scratch of the decode algorithm: of one thread in either of its passes, and of the results of all chunks."""
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef fmha_cut chunks = fmha_decode_cut(&problem.c)
     if problem.c.Hkv == 0:
         return 0, 0
-    own = kernel_tables[problem.is_double].decode_scratch(&problem.c, &result)
-    chunks = problem.c.B * problem.c.Hkv * ((problem.c.Lk + FMHA_CHUNK_KEYS - 1) // FMHA_CHUNK_KEYS)
-    return own * problem.itemsize, chunks * result * problem.itemsize
+    return (max(kernels.decode_scratch(&problem.c), kernels.merge_scratch(&problem.c)) * problem.itemsize,
+            fmha_items(&chunks) * kernels.chunk_scratch(&problem.c) * problem.itemsize)
 
 
 # -------------------------------------------------------------------------------------------------- algorithm "decode"
 
 def decode_forward(Problem problem, out, lse, int threads):
     """The "decode" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
-    cdef fmha_tiled c
+    cdef fmha_run c
     cdef Scratch scratch, chunks
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef fmha_cut merging
     cdef ptrdiff_t size = problem.itemsize, heads, parts
     c.p = problem.c
     read_array(out, &c.out, NULL, size, True)
     c.lse = pointer(lse, True) if lse is not None else NULL
-    heads = c.p.B * c.p.Hkv
+    merging = fmha_heads_cut(&c.p)
+    heads = fmha_items(&merging)
     if heads == 0:
         return
-    parts = (c.p.Lk + FMHA_CHUNK_KEYS - 1) // FMHA_CHUNK_KEYS
-    used = max(1, min(threads, heads * parts))
-    scratch = Scratch(kernels.decode_scratch(&c.p, &c.chunk_result) * size, used)
+    c.cut = fmha_decode_cut(&c.p)
+    parts = fmha_items(&c.cut)
+    # one scratch for both passes, of whichever has more items: without keys there are no chunks, but heads to merge
+    scratch = scratch_for(max(kernels.decode_scratch(&c.p), kernels.merge_scratch(&c.p)) * size, max(parts, heads), threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
-    chunks = Scratch(heads * parts * c.chunk_result * size, 1)
+    chunks = Scratch(parts * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
-        if fmha_pool_run(kernels.decode, &c, heads * parts, threads):
-            fmha_pool_run(kernels.decode_merge, &c, heads, threads)
+        if fmha_pool_run(kernels.decode, &c, parts, scratch.threads):
+            c.cut = merging
+            fmha_pool_run(kernels.decode_merge, &c, heads, scratch.threads)
     finish()
+
+
+# ------------------------------------------------------------------------------------------------------- items of a run
+
+cdef bytearray items_of(const fmha_cut *cut):
+    """The items of a pass, one fmha_item after the other."""
+    cdef ptrdiff_t index, count = fmha_items(cut)
+    table = bytearray(count * sizeof(fmha_item))
+    cdef fmha_item *to = <fmha_item *>pointer(table, True)
+    for index in range(count):
+        to[index] = fmha_item_of(cut, index)
+    return table
+
+
+def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t whole):
+    """The items of each pass of a run of the named algorithm, in the order in which the pool hands them out.
+
+    A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
+    query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
+    "blas" forward; `whole`: heads that the backward pass of "tiled" takes whole. Then its passes over whole heads, over blocks of
+    rows and over tiles of keys, each perhaps without items; "decode" has two, over chunks and over heads.
+    """
+    cdef fmha_cut first, second, third
+    cdef Heads c
+    if name == "blas":
+        prepare(&c, problem, rows, backward)
+        return [items_of(&c.cut)]
+    if name == "decode":
+        first, second = fmha_decode_cut(&problem.c), fmha_heads_cut(&problem.c)
+        return [items_of(&first), items_of(&second)]
+    if not backward:
+        first = fmha_forward_cut(&problem.c)
+        return [items_of(&first)]
+    first = fmha_backward_cut(&problem.c, FMHA_WHOLE, whole)
+    second = fmha_backward_cut(&problem.c, FMHA_QUERIES, whole)
+    third = fmha_backward_cut(&problem.c, FMHA_KEYS, whole)
+    return [items_of(&first), items_of(&second), items_of(&third)]
 
 
 # ---------------------------------------------------------------------------------------- projections and row functions
 
 ctypedef struct Product:
     const fmha_kernels *kernels
+    fmha_cut cut
     bint is_double, trans_a, trans_b
-    ptrdiff_t m, n, k, itemsize, slice_rows, slice_cols, col_slices
-    ptrdiff_t batch_slices      # items of a batch row where c is heads (B, heads, L, width), 0 where it is a matrix
+    bint by_head                # c is heads (B, heads, L, width): a slice of columns is a head
+    ptrdiff_t m, n, k, itemsize
     fmha_array a, b, c
     char *bias
     char *packed                # b as gemm_pack leaves it, or NULL
@@ -874,20 +852,17 @@ ctypedef struct Product:
     ptrdiff_t scratch_size
 
 
-cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
-    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c (+ bias).
-
-    Where c is heads, a slice of columns is a head, and slices of rows end with a batch row of m rows."""
+cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c (+ bias), of a batch row where c is heads."""
     cdef Product *s = <Product *>context
-    cdef ptrdiff_t batch = item // s.batch_slices if s.batch_slices else 0, head = item % s.col_slices
-    cdef ptrdiff_t i0 = (item - batch * s.batch_slices) // s.col_slices * s.slice_rows, j0 = head * s.slice_cols
-    cdef ptrdiff_t rows = min(s.slice_rows, s.m - i0), cols = min(s.slice_cols, s.n - j0), size = s.itemsize
+    cdef fmha_item item = fmha_item_of(&s.cut, index)
+    cdef ptrdiff_t i0 = item.i0, j0 = item.j0, rows = item.rows, cols = item.cols, size = s.itemsize
     cdef ptrdiff_t lda = leading(&s.a, s.m if s.trans_a else s.k), ldb = leading(&s.b, s.k if s.trans_b else s.n)
-    cdef ptrdiff_t ldc = leading(&s.c, s.slice_cols if s.batch_slices else s.n)
+    cdef ptrdiff_t ldc = leading(&s.c, cols if s.by_head else s.n)
     cdef char *c = s.c.data + (i0 * ldc + j0) * size
-    if s.batch_slices:
-        c = s.c.data + (batch * s.c.stride[0] + head * s.c.stride[1] + i0 * ldc) * size
-        i0 += batch * s.m
+    if s.by_head:
+        c = s.c.data + (item.b * s.c.stride[0] + (j0 // cols if cols else 0) * s.c.stride[1] + i0 * ldc) * size
+        i0 += item.b * s.m
     if s.scratch != NULL:
         s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
                        s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, c, ldc,
@@ -904,6 +879,7 @@ cdef void product_item(void *context, ptrdiff_t item, int worker) noexcept nogil
 cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, bias, slices) except -1:
     """All of s but alpha, beta and scratch; returns the number of items."""
     cdef ptrdiff_t shape[4]
+    cdef ptrdiff_t slice_rows, slice_cols
     s.itemsize = c.dtype.itemsize
     s.is_double = s.itemsize == 8
     s.kernels = kernel_tables[s.is_double]
@@ -913,14 +889,11 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
     read_array(b, &s.b, NULL, s.itemsize, False)
     read_array(c, &s.c, shape, s.itemsize, True)
     s.bias = pointer(bias, False) if bias is not None else NULL
-    s.m, s.n, s.batch_slices = shape[2], shape[3], 0
-    s.slice_rows, s.slice_cols = slices
-    if c.ndim == 4:
-        s.n, s.col_slices = shape[1] * s.slice_cols, shape[1]
-        s.batch_slices = (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
-        return shape[0] * s.batch_slices
-    s.col_slices = (s.n + s.slice_cols - 1) // s.slice_cols
-    return (s.m + s.slice_rows - 1) // s.slice_rows * s.col_slices
+    slice_rows, slice_cols = slices
+    s.by_head = c.ndim == 4
+    s.m, s.n = shape[2], shape[1] * slice_cols if s.by_head else shape[3]
+    s.cut = fmha_matrices_cut(shape[0], s.m, slice_rows, s.n, slice_cols)
+    return fmha_items(&s.cut)
 
 
 def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias, slices, int threads):
@@ -948,34 +921,39 @@ def pack_weights(b, packed):
 
 def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None):
     """c := op(a) @ op(b) (+ bias) by the kernels' own product; `packed`: b from `pack_weights`, slices then of a multiple of
-    64 columns. Else as `matmul`."""
+    PANEL_COLUMNS columns. Else as `matmul`."""
     cdef Product s
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
     cdef Scratch scratch
-    threads = max(1, min(threads, items))
     s.packed = pointer(packed, False) if packed is not None else NULL
-    scratch = Scratch(s.kernels.gemm_scratch() * s.itemsize, threads)
+    scratch = scratch_for(s.kernels.gemm_scratch() * s.itemsize, items, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:
-        fmha_pool_run(product_item, &s, items, threads)
+        fmha_pool_run(product_item, &s, items, scratch.threads)
     finish()
+
+
+cdef enum:
+    SOFTMAX_NUMBERS = 16384     # of an item, or one row
 
 
 ctypedef struct Rows:
     const fmha_kernels *kernels
-    ptrdiff_t rows, cols, step, itemsize
+    fmha_cut cut
+    ptrdiff_t itemsize
     const char *x
     const char *other
     char *y
 
 
-cdef void softmax_item(void *context, ptrdiff_t item, int worker) noexcept nogil:
+cdef void softmax_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
     cdef Rows *c = <Rows *>context
-    cdef ptrdiff_t at = item * c.step * c.cols * c.itemsize, rows = min(c.step, c.rows - item * c.step)
+    cdef fmha_item item = fmha_item_of(&c.cut, index)
+    cdef ptrdiff_t rows = item.rows, cols = item.cols, at = item.i0 * cols * c.itemsize
     if c.other == NULL:
-        c.kernels.softmax(rows, c.cols, c.x + at, c.cols, c.y + at, c.cols)
+        c.kernels.softmax(rows, cols, c.x + at, cols, c.y + at, cols)
     else:
-        c.kernels.softmax_backward(rows, c.cols, c.x + at, c.cols, c.other + at, c.cols, c.y + at, c.cols)
+        c.kernels.softmax_backward(rows, cols, c.x + at, cols, c.other + at, cols, c.y + at, cols)
 
 
 def softmax_rows(x, softmax_output, y, int threads):
@@ -989,12 +967,12 @@ def softmax_rows(x, softmax_output, y, int threads):
     c.itemsize = x.dtype.itemsize
     c.kernels = kernel_tables[c.itemsize == 8]
     read_array(x, &a, shape, c.itemsize, False)
-    c.x, c.rows, c.cols = a.data, shape[2], shape[3]
+    c.x = a.data
     c.other = pointer(softmax_output, False) if softmax_output is not None else NULL
     c.y = pointer(y, True)
-    c.step = max(1, 16384 // max(1, c.cols))
+    c.cut = fmha_matrices_cut(1, shape[2], max(1, SOFTMAX_NUMBERS // max(1, shape[3])), shape[3], 0)
     with nogil:
-        fmha_pool_run(softmax_item, &c, (c.rows + c.step - 1) // c.step, threads)
+        fmha_pool_run(softmax_item, &c, fmha_items(&c.cut), threads)
     finish()
 
 
@@ -1023,32 +1001,32 @@ ctypedef struct Tokens:
     ptrdiff_t shape[4]          # rows, heads, slots, bytes of a token
 
 
-cdef Tokens *tokens_at(Tokens *pair, ptrdiff_t *row, ptrdiff_t rows, ptrdiff_t slot, ptrdiff_t count) noexcept nogil:
+cdef Tokens *tokens_at(Tokens *both, ptrdiff_t *row, ptrdiff_t rows, ptrdiff_t slot, ptrdiff_t count) noexcept nogil:
     """Which of two arrays, whose rows are counted through, holds these; `row` becomes its own. NULL where neither does."""
-    cdef Tokens *found = pair
-    if row[0] >= pair.shape[0]:
-        row[0] -= pair.shape[0]
-        found = pair + 1
+    cdef Tokens *found = both
+    if row[0] >= both.shape[0]:
+        row[0] -= both.shape[0]
+        found = both + 1
     if (row[0] < 0 or rows < 0 or row[0] > found.shape[0] - rows or slot < 0 or count < 0
             or slot > found.shape[2] - count):
         return NULL
     return found
 
 
-cdef bint move_tokens(Tokens *pair, Move m, bint write, bint *other_written) noexcept nogil:
+cdef bint move_tokens(Tokens *both, Move m, bint write, bint *other_written) noexcept nogil:
     """One move within rows of two arrays, or only whether it stays within them; one to the second array is noted."""
-    cdef Tokens *target = tokens_at(pair, &m.target, m.rows, m.to, m.count)
-    cdef Tokens *source = tokens_at(pair, &m.source, m.rows, m.at, m.count)
-    cdef ptrdiff_t b, h, i, size = pair.shape[3]
+    cdef Tokens *target = tokens_at(both, &m.target, m.rows, m.to, m.count)
+    cdef Tokens *source = tokens_at(both, &m.source, m.rows, m.at, m.count)
+    cdef ptrdiff_t b, h, i, size = both.shape[3]
     cdef char *y
     cdef const char *x
     if target == NULL or source == NULL:
         return False
     if not write:
-        other_written[0] = other_written[0] or target != pair
+        other_written[0] = other_written[0] or target != both
         return True
     for b in range(m.rows):
-        for h in range(pair.shape[1]):
+        for h in range(both.shape[1]):
             y = target.x.data + (m.target + b) * target.x.stride[0] + h * target.x.stride[1] + m.to * target.x.stride[2]
             x = source.x.data + (m.source + b) * source.x.stride[0] + h * source.x.stride[1] + m.at * source.x.stride[2]
             if target.x.stride[2] == size and source.x.stride[2] == size:
@@ -1063,13 +1041,13 @@ def move_rows(buffers, others, list moves, owner, str name, value):
     """Copy tokens between rows, then set an attribute of `owner`: all of it or nothing. What can fail comes first, and in
     between nothing goes back to the interpreter, where the handler of a signal could raise.
 
-    `buffers` and `others` are pairs (k, v) of arrays (rows, heads, slots, width) with unit last stride, alike in dtype, heads
+    `buffers` and `others` are each (k, v), arrays (rows, heads, slots, width) with unit last stride, alike in dtype, heads
     and width; others' rows are counted on from those of buffers. A move (target, to, source, at, rows, count) copies `count`
     tokens from slot `at` of row `source` to slot `to` of row `target`, another one, and so for `rows` rows from these on. One
     move after the other.
     """
     cdef Tokens arrays[4]       # k of both, v of both
-    cdef Tokens *pair
+    cdef Tokens *both
     cdef bint other_written = False
     cdef ptrdiff_t i, n = len(moves)
     cdef int x
@@ -1078,15 +1056,15 @@ def move_rows(buffers, others, list moves, owner, str name, value):
         raise MemoryError(f"no memory for {n} moves")
     try:
         for x in range(2):
-            pair = arrays + 2 * x
+            both = arrays + 2 * x
             own, other = buffers[x], others[x]
-            read_array(own, &pair[0].x, pair[0].shape, 1, True)
-            read_array(other, &pair[1].x, pair[1].shape, 1, False)
+            read_array(own, &both[0].x, both[0].shape, 1, True)
+            read_array(other, &both[1].x, both[1].shape, 1, False)
             alike = own.dtype is other.dtype or own.dtype == other.dtype
-            if not alike or pair[0].shape[1] != pair[1].shape[1] or pair[0].shape[3] != pair[1].shape[3]:
+            if not alike or both[0].shape[1] != both[1].shape[1] or both[0].shape[3] != both[1].shape[3]:
                 raise ValueError(f"others[{x}] must be like buffers[{x}], {own.dtype} {own.shape}, but for rows and slots, got "
                                  f"{other.dtype} {other.shape}")
-            pair[0].shape[3] *= own.itemsize
+            both[0].shape[3] *= own.itemsize
         for i in range(n):
             found[i].target, found[i].to, found[i].source, found[i].at, found[i].rows, found[i].count = moves[i]
             for x in range(2):

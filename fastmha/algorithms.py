@@ -20,7 +20,6 @@ _MINIMUM_ROWS = 8
 _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
-_PANEL_COLUMNS = 64             # a multiple of the columns of a panel of `packed_weights`, for every instruction set
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
@@ -189,7 +188,7 @@ def for_weights(algorithm: str) -> str:
 def product_slices(m: int, n: int) -> tuple[int, int]:
     """(rows, columns) of the slices in which the pool takes a product with a result (m, n): by the sizes alone."""
     rows = m if m <= 256 else 256
-    columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * 64)
+    columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * _core.PANEL_COLUMNS)
     return max(1, rows), max(1, columns)
 
 
@@ -206,7 +205,7 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
     if out.ndim == 4:
         m, slices = len(a), (max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3])
-        if out.shape[3] % _PANEL_COLUMNS:
+        if out.shape[3] % _core.PANEL_COLUMNS:
             packed = None
     else:
         m, n = out.shape

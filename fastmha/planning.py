@@ -16,7 +16,7 @@ from fastmha import _core, validate
 from fastmha._core import Problem
 from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, needs_packing, tiled_whole_heads
 
-_, _TILE_KEYS, _CHUNK_KEYS, _ = _core.tile_sizes()
+_ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 # "auto" decodes up to so many query rows a key/value head, from so many bytes of a key and of all keys on: below, what an item
 # costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
 _DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
@@ -185,23 +185,19 @@ def makespan(items: np.ndarray, threads: int) -> float:
 
 def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> list[np.ndarray]:
     """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
-    B, H, Hkv, _, Lk, _, _ = problem.shape
-    group = H // Hkv if Hkv else 0
-    work = pairs(problem)                                       # (B, Lq)
-    if name == "decode":
-        return [np.full(B * Hkv * -(-Lk // _CHUNK_KEYS), max(1, min(Lk, _CHUNK_KEYS)))]
-    stacked = np.tile(work, (1, group)) if name == "tiled" else work
-    starts = np.arange(0, max(stacked.shape[1], 1), rows)
-    blocks = np.add.reduceat(stacked, starts, axis=1) if stacked.size else np.zeros((B, len(starts)))
-    per_block = np.repeat(blocks[:, None, ::-1], Hkv if name == "tiled" else H, axis=1).reshape(-1, len(starts))
-    if not backward:
-        return [per_block.ravel()]
-    if name == "blas":
-        return [np.repeat(work.sum(1) * group, Hkv)]
-    heads = per_block.sum(1)
+    B, H, Hkv, _, _, _, _ = problem.shape
     whole = tiled_whole_heads(problem, threads)
-    tiles = -(-Lk // _TILE_KEYS)
-    return [5 * heads[:whole], 3 * per_block[whole:].ravel(), np.repeat(4 * heads[whole:] / max(1, tiles), tiles)]
+    passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, whole)]
+    if BY_NAME[name] is DECODE:         # any chunk as a whole one; to merge them is next to nothing
+        chunks, heads = passes
+        return [np.full(len(chunks), chunks["keys"].max(initial=0)), np.zeros(len(heads))]
+    stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
+    before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
+    costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
+    if BY_NAME[name] is BLAS or not backward:
+        return costs
+    of_heads, of_blocks, of_tiles = costs
+    return [5 * of_heads, 3 * of_blocks, 4 * of_tiles / max(1, len(of_tiles) // max(1, B * Hkv - whole))]
 
 
 def is_contiguous(x: np.ndarray) -> bool:
@@ -224,7 +220,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
     scratch, shared = record.scratch(problem, backward, threads)
     passes = [items for items in _passes(problem, name, backward, threads, rows) if len(items)]
     used = max([1, *(min(threads, len(items)) for items in passes)])
-    ideal, span = sum(float(p.sum()) for p in passes) / threads, sum(makespan(p, threads) for p in passes)
+    ideal, span = sum(float(p.sum()) for p in passes) / threads, sum(makespan(p, threads) for p in passes if p.any())
     return Plan(
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),

@@ -5,15 +5,59 @@
 #define DECODE_KEYS 256     /* keys whose scores are kept at a time: their values, fetched meanwhile, wait in the second cache */
 #define DECODE_VALUES 64    /* keys of one product with the values: sums of sums err less than one long sum */
 
-/* Elements of scratch a thread: q rows, scores, shrink and lift, a copy of values, or what the tiled forward pass needs where it
- * must step in; elements of one chunk's result: peak, total and sums of each row. */
-static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result)
+#define DECODE_TOGETHER 4    /* query rows for which a key is loaded once */
+
+/* Scratch of one thread: q scaled (rows, width), scores (rows, keys), of each row what its sums shrink by and the lift of its
+ * scores; values (keys, value width) where they must be copied, and where they must be converted. */
+typedef struct {
+    REAL *q, *scores, *shrink, *lift, *copy, *converted;
+} FMHA_NAME(decode_memory);
+
+/* Returns the size in REALs; without memory that is all. */
+static ptrdiff_t FMHA_NAME(decode_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(decode_memory) *m)
 {
-    ptrdiff_t rows = p->H / p->Hkv * p->Lq, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
-    *chunk_result = rows * (value_width + 2);
-    ptrdiff_t own = rows * (width + DECODE_KEYS + 2) + DECODE_VALUES * value_width + FMHA_NAME(computed_scratch)(p, DECODE_VALUES);
-    ptrdiff_t tiled = FMHA_NAME(forward_scratch)(p);
-    return own > tiled ? own : tiled;
+    ptrdiff_t used = 0, rows = fmha_heads_cut(p).rows;
+    m->q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
+    m->scores = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
+    m->shrink = FMHA_NAME(take)(memory, &used, rows);
+    m->lift = FMHA_NAME(take)(memory, &used, rows);
+    m->copy = FMHA_NAME(take)(memory, &used, DECODE_VALUES * ROUND_UP(p->Dv, LANES));
+    m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, DECODE_VALUES));
+    return used;
+}
+
+static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(decode_memory) unused;
+    return FMHA_NAME(decode_layout)(p, NULL, &unused);
+}
+
+/* What a chunk leaves: peak and total of each row, sums of its values (rows, value width). */
+typedef struct {
+    REAL *peak, *total, *sums;
+} FMHA_NAME(chunk);
+
+static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(chunk) *chunk)
+{
+    ptrdiff_t used = 0, rows = fmha_heads_cut(p).rows;
+    chunk->peak = FMHA_NAME(take)(memory, &used, rows);
+    chunk->total = FMHA_NAME(take)(memory, &used, rows);
+    chunk->sums = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
+    return used;
+}
+
+static ptrdiff_t FMHA_NAME(chunk_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(chunk) unused;
+    return FMHA_NAME(chunk_layout)(p, NULL, &unused);
+}
+
+/* The result of the item `index` of the pass over chunks. */
+static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_t index)
+{
+    FMHA_NAME(chunk) chunk;
+    FMHA_NAME(chunk_layout)(&run->p, (REAL *)run->chunks + index * FMHA_NAME(chunk_scratch)(&run->p), &chunk);
+    return chunk;
 }
 
 /* What is fetched ahead while scores are computed: the values of the same keys, and the keys of the next group of LANES. */
@@ -27,20 +71,20 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
     const int type, const int many, ptrdiff_t keys, ptrdiff_t D, const REAL *q, ptrdiff_t width, const char *k, ptrdiff_t ldk,
     const FMHA_NAME(ahead) *ahead, ptrdiff_t pass, REAL *scores)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), line = 64 / size;
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), line = FMHA_CACHE_LINE / size;
     /* Each pass over the group fetches its share, so that memory is never idle. */
     ptrdiff_t key_share = ROUND_UP((D + ahead->passes - 1) / ahead->passes, line), key_from = pass * key_share;
     ptrdiff_t value_share = ROUND_UP((ahead->Dv + ahead->passes - 1) / ahead->passes, line), value_from = pass * value_share;
     ptrdiff_t key_to = key_from + key_share < D ? key_from + key_share : D;
     ptrdiff_t value_to = value_from + value_share < ahead->Dv ? value_from + value_share : ahead->Dv;
-    VEC sum[4][LANES];
+    VEC sum[DECODE_TOGETHER][LANES];
     for (ptrdiff_t l = 0; l < LANES; l++) {
         const char *key = k + (l < keys ? l : 0) * ldk * size;
         if (l < keys)
             for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch(ahead->v + (l * ahead->ldv + d) * size);
         if (l + LANES < ahead->keys_left)
             for (ptrdiff_t d = key_from; d < key_to; d += line) v_prefetch(key + (LANES * ldk + d) * size);
-        VEC even[4], odd[4];
+        VEC even[DECODE_TOGETHER], odd[DECODE_TOGETHER];
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) even[r] = odd[r] = v_splat(0);
         ptrdiff_t d = 0;
@@ -65,17 +109,20 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
     for (int r = 0; r < many; r++) v_store(scores + r * DECODE_KEYS, FMHA_NAME(sums)(sum[r]));
 }
 
-/* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time, four rows at a time. */
+/* scores (rows, n) <- q (rows, width, padded) @ k (n, D).T, LANES keys at a time and DECODE_TOGETHER rows, then two,
+ * then one. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_width)(const int type,
     ptrdiff_t rows, ptrdiff_t n, const ptrdiff_t D, const REAL *q, const char *k, ptrdiff_t ldk, const char *v, ptrdiff_t ldv, ptrdiff_t Dv,
     ptrdiff_t keys_left, REAL *scores)
 {
     ptrdiff_t width = ROUND_UP(D, LANES), size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t j = 0; j < n; j += LANES) {
-        FMHA_NAME(ahead) ahead = {v + j * ldv * size, ldv, Dv, keys_left - j, rows / 4 + rows % 4 / 2 + rows % 2};
+        ptrdiff_t passes = rows / DECODE_TOGETHER + rows % DECODE_TOGETHER / 2 + rows % 2;
+        FMHA_NAME(ahead) ahead = {v + j * ldv * size, ldv, Dv, keys_left - j, passes};
         ptrdiff_t keys = n - j < LANES ? n - j : LANES, r = 0, pass = 0;
-        for (; r + 4 <= rows; r += 4)
-            FMHA_NAME(decode_group)(type, 4, keys, D, q + r * width, width, k + j * ldk * size, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
+        for (; r + DECODE_TOGETHER <= rows; r += DECODE_TOGETHER)
+            FMHA_NAME(decode_group)(type, DECODE_TOGETHER, keys, D, q + r * width, width, k + j * ldk * size, ldk, &ahead, pass++,
+                                    scores + r * DECODE_KEYS + j);
         for (; r + 2 <= rows; r += 2)
             FMHA_NAME(decode_group)(type, 2, keys, D, q + r * width, width, k + j * ldk * size, ldk, &ahead, pass++, scores + r * DECODE_KEYS + j);
         for (; r < rows; r++)
@@ -104,8 +151,8 @@ static void FMHA_NAME(decode_scores)(const fmha_problem *p, ptrdiff_t rows, ptrd
  * product of its own: where one compiled body serves both, a compiler may select shrink * out or out before the sum, and not fuse
  * them in the body for some numbers of rows, whose bits are then others. */
 #define DECODE_SUMS(type) \
-    if (shrink) FMHA_NAME(product_of)(type, 2, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink); \
-    else FMHA_NAME(product_of)(type, 1, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, a)
+    if (shrink) FMHA_NAME(product_of)(type, FMHA_SCALE_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink); \
+    else FMHA_NAME(product_of)(type, FMHA_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, a)
 static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a, const char *v, ptrdiff_t ldv,
                                    REAL *out, const REAL *shrink)
 {
@@ -118,13 +165,12 @@ static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, 
 }
 
 /* One chunk of keys for all rows of a group; lift NULL: 1. Returns what forward_block does; careful: the firewall's path. */
-static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, const REAL *q,
-                                   const REAL *lift, REAL *scores, REAL *shrink, REAL *copy, REAL *result, int careful)
+static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, const REAL *lift,
+                                   const FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int careful)
 {
-    const fmha_problem *p = &t->p;
+    const fmha_problem *p = &run->p;
     ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ld;
-    REAL *peak = result, *total = peak + rows, *out = total + rows;
-    REAL *converted = copy + DECODE_VALUES * value_width;
+    REAL *q = m->q, *scores = m->scores, *shrink = m->shrink, *peak = result->peak, *total = result->total, *out = result->sums;
     int partly = 0;
     for (ptrdiff_t r = 0; r < rows; r++) {
         peak[r] = NEGATIVE_INFINITY;
@@ -168,8 +214,8 @@ static int FMHA_NAME(decode_chunk)(const fmha_tiled *t, ptrdiff_t b, ptrdiff_t h
                 continue;
             }
             ptrdiff_t ldv;
-            const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, converted, &ldv);
-            const REAL *values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), copy, &ld);
+            const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv);
+            const REAL *values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), m->copy, &ld);
             FMHA_NAME(decode_sums)(FMHA_SAME, rows, value_width, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
             for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
                 fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
@@ -188,15 +234,18 @@ static inline const REAL *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff
     return (const REAL *)p->q.data + b * p->q.stride[0] + (hkv * (p->H / p->Hkv) + r / p->Lq) * p->q.stride[1] + r % p->Lq * p->q.stride[2];
 }
 
-static void FMHA_NAME(decode)(void *context, ptrdiff_t item, int worker)
+/* Item: one chunk of keys of a key/value head. */
+static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
 {
-    const fmha_tiled *t = context;
-    const fmha_problem *p = &t->p;
-    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, width = ROUND_UP(p->D, LANES);
-    ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / chunks / p->Hkv, hkv = item / chunks % p->Hkv;
-    REAL *q = (REAL *)(t->scratch + worker * t->scratch_size), *scores = q + rows * width, *shrink = scores + rows * DECODE_KEYS;
-    REAL *lift = shrink + rows, *copy = lift + rows, *result = (REAL *)t->chunks + item * t->chunk_result;
-    ptrdiff_t first = item % chunks * FMHA_CHUNK_KEYS, last = first + FMHA_CHUNK_KEYS, low, high;
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    const FMHA_NAME(chunk) result = FMHA_NAME(chunk_of)(run, index);
+    FMHA_NAME(decode_memory) m;
+    FMHA_NAME(decode_layout)(p, FMHA_NAME(scratch_of)(run, worker), &m);
+    REAL *q = m.q, *lift = m.lift;
+    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, width = ROUND_UP(p->D, LANES);
+    ptrdiff_t first = item.j0, last = first + item.cols, low, high;
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);
     if (last > high) last = high;
     if (first < low) first += (low - first) / DECODE_KEYS * DECODE_KEYS;
@@ -219,49 +268,51 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t item, int worker)
         lift[r] *= rest;
     }
     if (!lifted) lift = NULL;
-    if (FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, lift, scores, shrink, copy, result, 0) == FMHA_NAME(partly))
-        FMHA_NAME(decode_chunk)(t, b, hkv, first, last, q, lift, scores, shrink, copy, result, 1);
+    if (FMHA_NAME(decode_chunk)(run, b, hkv, first, last, lift, &m, &result, 0) == FMHA_NAME(partly))
+        FMHA_NAME(decode_chunk)(run, b, hkv, first, last, lift, &m, &result, 1);
 }
 
 /* Item: one key/value head. Partial softmaxes of the chunks become one, in their order. */
-static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t item, int worker)
+static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
 {
-    const fmha_tiled *t = context;
-    const fmha_problem *p = &t->p;
-    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
-    ptrdiff_t chunks = (p->Lk + FMHA_CHUNK_KEYS - 1) / FMHA_CHUNK_KEYS, b = item / p->Hkv, hkv = item % p->Hkv;
-    const REAL *results = (const REAL *)t->chunks + item * chunks * t->chunk_result;
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, group = p->H / p->Hkv, value_width = ROUND_UP(p->Dv, LANES);
+    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
+    const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);       /* the others follow, each `size` REALs on */
     int finite = 1;
     uint64_t tiny = 0;
     FMHA_NAME(begin_item)(p);
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
-        REAL *out = (REAL *)t->out.data + b * t->out.stride[0] + h * t->out.stride[1] + i * t->out.stride[2];
+        REAL *out = (REAL *)run->out.data + b * run->out.stride[0] + h * run->out.stride[1] + i * run->out.stride[2];
         REAL peak = NEGATIVE_INFINITY, total = 0;
         for (ptrdiff_t c = 0; c < chunks; c++) {
-            REAL other = results[c * t->chunk_result + r];
+            REAL other = first.peak[c * size + r];
             peak = other > peak ? other : peak;
         }
         REAL shift = peak == NEGATIVE_INFINITY ? 0 : peak;
         FMHA_NAME(fill)(p->Dv, out, 0);
         for (ptrdiff_t c = 0; c < chunks; c++) {
-            const REAL *result = results + c * t->chunk_result, *sums = result + 2 * rows + r * value_width;
-            REAL weight = v_lane(FMHA_NAME(exp)(v_splat(result[r] - shift)), 0);
-            if (result[rows + r] == 0) continue;        /* no key of the chunk is attended */
-            total += weight * result[rows + r];
+            const REAL *sums = first.sums + c * size + r * value_width, own = first.total[c * size + r];
+            REAL weight = v_lane(FMHA_NAME(exp)(v_splat(first.peak[c * size + r] - shift)), 0);
+            if (own == 0) continue;     /* no key of the chunk is attended */
+            total += weight * own;
             for (ptrdiff_t d = 0; d < p->Dv; d += LANES)
                 v_store_n(out + d, v_load_n(out + d, p->Dv - d, 0) + v_load(sums + d) * weight, p->Dv - d);
         }
         FMHA_NAME(divide_row)(p->Dv, out, total);
         finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
         if (FMHA_NAME(tiny_row)(p->Dv, out) && total != 0) tiny |= (uint64_t)1 << r;
-        if (t->lse) ((REAL *)t->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
+        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
     }
     if (!finite || tiny) {
         FMHA_NAME(rows) block;
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        REAL *scratch = (REAL *)(t->scratch + worker * t->scratch_size);
-        if (!finite) FMHA_NAME(large_rows)(t, &block, scratch);
-        if (tiny) FMHA_NAME(tiny_rows)(t, &block, tiny, scratch);
+        FMHA_NAME(forward_memory) memory;
+        FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
+        if (!finite) FMHA_NAME(large_rows)(run, &block, &memory);
+        if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
     }
 }

@@ -2,7 +2,10 @@
 #include "vec.inc.h"
 #include "rows.inc.h"
 #include "stored.inc.h"
-#include "tiles.inc.h"
+#include "product.inc.h"
+#include "block.inc.h"
+#include "forward.inc.h"
+#include "backward.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
 
@@ -32,8 +35,10 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .tiled_backward = FMHA_NAME(tiled_backward),
     .backward_scratch = FMHA_NAME(backward_scratch),
     .decode = FMHA_NAME(decode),
-    .decode_merge = FMHA_NAME(decode_merge),
     .decode_scratch = FMHA_NAME(decode_scratch),
+    .chunk_scratch = FMHA_NAME(chunk_scratch),
+    .decode_merge = FMHA_NAME(decode_merge),
+    .merge_scratch = FMHA_NAME(forward_scratch),
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
@@ -58,6 +63,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef LARGEST
 #undef SMALLEST_NORMAL
 #undef LARGEST_CAP
+#undef TINY
+#undef LSE_ROUNDINGS
 #undef EXP_HIGH
 #undef LOG2_E
 #undef LN2_HIGH
@@ -65,9 +72,11 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef NEGATIVE_INFINITY
 #undef LANES
 #undef VEC
-#undef ROUND_UP
 #undef BLOCK_VECTORS
+#undef KEY_STEP
+#undef MASK_KEYS
 #undef GRANULE
+#undef MICRO_MOST_ROWS
 #undef MICRO_ROWS
 #undef MICRO
 #undef PRODUCT

@@ -3,6 +3,8 @@
 #ifndef FASTMHA_H
 #define FASTMHA_H
 
+#include "items.h"
+
 #include <stddef.h>
 #include <stdint.h>
 
@@ -39,9 +41,16 @@ typedef struct {
 
 #define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
-#define FMHA_ROW_STATE 3        /* numbers that the first of two backward passes leaves for each row */
 #define FMHA_DECODE_ROWS 64     /* query rows a key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
+#define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
+#define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
+#define FMHA_CACHE_LINE 64      /* bytes */
+
+_Static_assert(FMHA_BLOCK_ROWS <= 64 && FMHA_DECODE_ROWS <= FMHA_BLOCK_ROWS, "rows of a block are bits of a uint64_t");
+
+/* What the first of two backward passes leaves for each row, and the number of these numbers. */
+enum { FMHA_ROW_SHIFT, FMHA_ROW_INVERSE, FMHA_ROW_DELTA, FMHA_ROW_STATE };
 
 /* The size of an operand from which on it is treated apart: half of the exponents of its type lie beyond it or its inverse. */
 #define FMHA_LARGE(is_double) ((is_double) ? 0x1p480 : 0x1p60)
@@ -58,21 +67,20 @@ typedef struct {
 /* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
 enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
 
-/* What one run of the tiled algorithm shares between its items. */
+/* What the items of one pass of "tiled" or "decode" share. */
 typedef struct {
     fmha_problem p;
+    fmha_cut cut;
     fmha_array out;             /* (B, H, Lq, Dv) */
     char *lse;                  /* (B, H, Lq) contiguous, NULL where a forward pass need not return it */
     char *weights;              /* (B, H, Lq, Lk) contiguous, tiled_weights only */
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
     int mode;                   /* backward only */
-    ptrdiff_t first_head;       /* backward only: the key/value head (of B * Hkv) of item 0 */
-    char *row_states;           /* backward in two passes only: three numbers for each row of (B, H, Lq) */
+    char *row_states;           /* backward in two passes only: FMHA_ROW_STATE numbers for each row of (B, H, Lq) */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
-    char *chunks;               /* decode: one result a chunk of keys, chunk_result elements each */
-    ptrdiff_t chunk_result;
-} fmha_tiled;
+    char *chunks;               /* decode: of each of its items, in their order, chunk_scratch elements */
+} fmha_run;
 
 typedef struct {
     const char *name;
@@ -88,8 +96,8 @@ typedef struct {
      * sums and lse (rows, may be NULL) the log of the sum of exponentials, -inf for an empty row. */
     void (*attend_rows)(const fmha_problem *p, const fmha_block *block, void *scores, void *row_sum, void *lse);
     /* scores -> probabilities, grad_weights -> the gradient of the scaled products, both 0 where removed; lse (rows) of the
-     * block's rows. */
-    void (*attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
+     * block's rows; slopes: scratch for one row, with softcap. */
+    void (*attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights, void *slopes,
                                  const void *lse, const fmha_array *out, const fmha_array *grad_out);
     /* x[i, :] <- x[i, :] / divisor[i], an empty row (divisor 0) to zeros. NaN reaches only what is not 0. */
     void (*divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *divisor);
@@ -113,21 +121,23 @@ typedef struct {
     void (*lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*lower_row)(ptrdiff_t n, const void *x, const void *divisor, void *to);
 
-    /* The tiled algorithm: items of the pool, context an fmha_tiled; scratch in elements a thread. */
+    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements a thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*weights_scratch)(const fmha_problem *p);
-    /* The decode algorithm: items (b, hkv, chunk of keys), then items (b, hkv). decode_scratch: elements a thread works in,
-     * and elements of one chunk's result. */
+    /* The decode algorithm: chunks of keys, each of which leaves a result of chunk_scratch elements, then their merging. */
     void (*decode)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*decode_scratch)(const fmha_problem *p);
+    ptrdiff_t (*chunk_scratch)(const fmha_problem *p);
     void (*decode_merge)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*decode_scratch)(const fmha_problem *p, ptrdiff_t *chunk_result);
+    ptrdiff_t (*merge_scratch)(const fmha_problem *p);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
 
     /* c (M, N) := op(a) @ op(b) (+ bias), row-major; scratch of gemm_scratch() elements. packed: b (K, N) as gemm_pack has left
-     * it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns starts at a multiple of 64. */
+     * it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns starts at a multiple of
+     * FMHA_PANEL_COLUMNS. */
     void (*gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a, ptrdiff_t lda, const void *b,
                  ptrdiff_t ldb, void *c, ptrdiff_t ldc, const void *bias, const void *packed, void *scratch);
     void (*gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed);
@@ -184,6 +194,45 @@ static inline void fmha_block_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
     fmha_row_keys(p, b, i0, j0, &unused);
     fmha_row_keys(p, b, i0 + rows - 1, &unused, j1);
     if (*j1 < *j0) *j1 = *j0;
+}
+
+/* Key/value heads with the stacked rows of their query heads, whole: items of merging and of the "blas" algorithm's backward
+ * pass, whose sums of grad_k and grad_v need no other item. */
+static inline fmha_cut fmha_heads_cut(const fmha_problem *p)
+{
+    return (fmha_cut){.heads = p->Hkv, .last = p->B * p->Hkv, .rows = p->Hkv ? p->H / p->Hkv * p->Lq : 0, .cols = p->Lk};
+}
+
+static inline fmha_cut fmha_forward_cut(const fmha_problem *p)
+{
+    fmha_cut cut = fmha_heads_cut(p);
+    cut.row_step = FMHA_BLOCK_ROWS;
+    cut.from_end = 1;
+    return cut;
+}
+
+/* The first `whole` heads are items of FMHA_WHOLE; the others are cut, for one pass over rows and one over keys. */
+static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, ptrdiff_t whole)
+{
+    fmha_cut cut = mode == FMHA_QUERIES ? fmha_forward_cut(p) : fmha_heads_cut(p);
+    if (whole > cut.last) whole = cut.last;
+    if (mode == FMHA_WHOLE) cut.last = whole;
+    else cut.first = whole;
+    if (mode == FMHA_KEYS) cut.col_step = FMHA_TILE_KEYS;
+    return cut;
+}
+
+static inline fmha_cut fmha_decode_cut(const fmha_problem *p)
+{
+    fmha_cut cut = fmha_heads_cut(p);
+    cut.col_step = FMHA_CHUNK_KEYS;
+    return cut;
+}
+
+/* Of the "blas" algorithm: blocks of so many rows of each query head. */
+static inline fmha_cut fmha_blas_forward_cut(const fmha_problem *p, ptrdiff_t rows)
+{
+    return (fmha_cut){.heads = p->H, .last = p->B * p->H, .rows = p->Lq, .row_step = rows, .cols = p->Lk, .from_end = 1};
 }
 
 #endif

@@ -1,12 +1,37 @@
-/* Products of matrices for the projections, on the register tile of tiles.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
+/* Products of matrices for the projections, on the register tile of product.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
  * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes), a only if transposed.
  * Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is computed in. */
 
 #define GEMM_DEPTH 256      /* K of a block: a packed panel stays in the first two caches */
 #define GEMM_ROWS 256       /* rows of a block: what a transposed a is packed for */
 #define PANEL (MICRO_VECTORS * LANES)
+_Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product start with a panel");
 
-static ptrdiff_t FMHA_NAME(gemm_scratch)(void) { return GEMM_DEPTH * PANEL + GEMM_DEPTH * GEMM_ROWS + GEMM_ROWS * PANEL; }
+#define FEW_ROWS 16         /* of a: b is then read once, where it lies, as so many streams of rows */
+#define FEW_DEPTH 8
+#define FEW_COLUMNS 1024
+
+/* Scratch of a product: a panel of b (depth, columns), a transposed a (depth, rows), sums (rows, columns) of a panel with a
+ * ragged edge; where a has few rows, a part of their sums alone. */
+typedef struct {
+    REAL *panel, *columns_of_a, *edge, *part;
+} FMHA_NAME(gemm_memory);
+
+static ptrdiff_t FMHA_NAME(gemm_layout)(REAL *memory, FMHA_NAME(gemm_memory) *m)
+{
+    ptrdiff_t used = 0, few = 0;
+    m->panel = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * PANEL);
+    m->columns_of_a = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * GEMM_ROWS);
+    m->edge = FMHA_NAME(take)(memory, &used, GEMM_ROWS * PANEL);
+    m->part = FMHA_NAME(take)(memory, &few, FEW_ROWS * FEW_COLUMNS);
+    return used > few ? used : few;
+}
+
+static ptrdiff_t FMHA_NAME(gemm_scratch)(void)
+{
+    FMHA_NAME(gemm_memory) unused;
+    return FMHA_NAME(gemm_layout)(NULL, &unused);
+}
 
 /* packed (depth, whole) <- b[:, :columns], zeros beyond; b (depth, columns), or (columns, depth) if transposed. */
 static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t columns, const REAL *b, ptrdiff_t ldb, REAL *packed)
@@ -36,10 +61,6 @@ static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t col
             for (ptrdiff_t l = 0; l < LANES; l++) packed[k * whole + n + l] = l < rows ? b[(n + l) * ldb + k] : 0;
     }
 }
-
-#define FEW_ROWS 16         /* of a: b is then read once, where it lies, as so many streams of rows */
-#define FEW_DEPTH 8
-#define FEW_COLUMNS 1024
 
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
  * is read from end to end, and fetched ahead into the next rows. */
@@ -88,7 +109,7 @@ static void FMHA_NAME(few_block)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const RE
     }
 }
 
-/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: FEW_ROWS * FEW_COLUMNS elements. */
+/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: (rows, FEW_COLUMNS). */
 static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
                                    ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
 {
@@ -120,12 +141,14 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
                             void *scratch)
 {
     const REAL *a0 = a_, *b0 = b_, *bias = bias_;
-    REAL *c0 = c_, *panel = scratch, *columns_of_a = panel + GEMM_DEPTH * PANEL, *edge = columns_of_a + GEMM_DEPTH * GEMM_ROWS;
+    FMHA_NAME(gemm_memory) memory;
+    FMHA_NAME(gemm_layout)(scratch, &memory);
+    REAL *c0 = c_, *panel = memory.panel, *columns_of_a = memory.columns_of_a, *edge = memory.edge;
     if (K == 0)
         for (ptrdiff_t m = 0; m < M; m++)
             for (ptrdiff_t n = 0; n < N; n++) c0[m * ldc + n] = bias ? bias[n] : 0;
     if (M <= FEW_ROWS && !trans_b && K) {
-        FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, scratch);
+        FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
         if (bias) FMHA_NAME(add_bias)(M, N, c0, ldc, bias);
         return;
     }
@@ -149,8 +172,8 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
                 /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                 REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                 ptrdiff_t ld_to = whole == columns ? ldc : ld;
-                if (k0 == 0 || to == edge) PRODUCT(0, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
-                else PRODUCT(1, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
+                if (k0 == 0 || to == edge) PRODUCT(FMHA_SET, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
+                else PRODUCT(FMHA_ADD, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
                 if (to == edge)
                     for (ptrdiff_t m = 0; m < rows; m++)
                         for (ptrdiff_t n = 0; n < columns; n++) {

@@ -8,8 +8,12 @@
 #define FMHA_STRING(isa) FMHA_STRING_(isa)
 #define FMHA_NAME(name) FMHA_PASTE(FMHA_ISA, name, FMHA_REAL)
 
+/* What a product does with what is there: writes over it, adds to it, adds to row_scale[r] times row r of it. */
+enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD };
+
 #define BLOCK_ROWS FMHA_BLOCK_ROWS
 #define TILE_KEYS FMHA_TILE_KEYS
+#define ROUND_UP(n, step) (((n) + (step) - 1) / (step) * (step))
 
 #define FMHA_REAL 32
 #include "dtype.inc.h"

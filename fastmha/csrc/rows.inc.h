@@ -148,11 +148,14 @@ static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *bloc
     }
 }
 
+/* By how many roundings of its own size an lse and the log of the sum of P may be apart. */
+#define LSE_ROUNDINGS 16
+
 /* Whether a row's lse was taken over more keys than those whose scores give `own`: then it says what they cannot, and exceeds own
  * by more than rounding. */
 static inline int FMHA_NAME(of_more_keys)(REAL lse, REAL own)
 {
-    return own - lse < -16 * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
+    return own - lse < -LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
 }
 
 /* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
@@ -188,7 +191,7 @@ static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, REAL *
 }
 
 static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
-                                            const void *lse_, const fmha_array *out, const fmha_array *grad_out)
+                                            void *slopes, const void *lse_, const fmha_array *out, const fmha_array *grad_out)
 {
     const REAL *lse = lse_;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -203,9 +206,8 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         s += low;
         g += low;
         ptrdiff_t n = high - low;
-        REAL *slope = NULL;
-        if (p->softcap != 0) {      /* behind the two blocks: rows x ld of scratch for d(capped) / d(product) */
-            slope = (REAL *)grad_weights + block->rows * block->ld;
+        REAL *slope = p->softcap != 0 ? slopes : NULL;      /* d(capped) / d(product) */
+        if (slope) {
             for (ptrdiff_t j = 0; j < n; j += LANES) {
                 VEC t;
                 FMHA_NAME(soft_capped)(v_load_n(s + j, n - j, 0), p->softcap, &t);
@@ -376,10 +378,10 @@ static int FMHA_NAME(exceeds)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, pt
 static inline int FMHA_NAME(tiny_row)(ptrdiff_t n, const void *x)
 {
     REAL first = n > 0 ? *(const REAL *)x : 1;
-    if (!(first < 1 / POWER(80) && first > -1 / POWER(80))) return 0;       /* nearly always */
+    if (!(first < TINY && first > -TINY)) return 0;     /* nearly always */
     for (ptrdiff_t j = 0; j < n; j += LANES) {
         VEC size = v_abs(v_load_n((const REAL *)x + j, n - j, 0));
-        if (v_any(~v_greater(v_splat(1 / POWER(80)), size))) return 0;
+        if (v_any(~v_greater(v_splat(TINY), size))) return 0;
     }
     return 1;
 }

@@ -1,16 +1,16 @@
 /* Keys and values stored in another element type than the computation's (fmha_problem.stored): converted exactly, or rounded
  * to nearest from float64 to float32, as they are loaded. */
 
-static inline ptrdiff_t FMHA_NAME(stored_size)(int type)
-{
-    return type == FMHA_SAME ? (ptrdiff_t)sizeof(REAL) : type == FMHA_OTHER ? 12 - (ptrdiff_t)sizeof(REAL) : 2;
-}
-
 #if FMHA_REAL == 32
 typedef double FMHA_NAME(other);
 #else
 typedef float FMHA_NAME(other);
 #endif
+
+static inline ptrdiff_t FMHA_NAME(stored_size)(int type)
+{
+    return (ptrdiff_t)(type == FMHA_SAME ? sizeof(REAL) : type == FMHA_OTHER ? sizeof(FMHA_NAME(other)) : sizeof(uint16_t));
+}
 
 /* float16: exponent and mantissa move to float32's places, 112 is added to the exponent; 112 once more for Inf and NaN. A
  * subnormal one gets the exponent of the smallest normal one and loses that one's implicit 1 by a subtraction: no float32 on the
@@ -90,7 +90,7 @@ static inline VEC FMHA_NAME(stored_part)(const int type, const char *x, ptrdiff_
 static inline __attribute__((always_inline)) void FMHA_NAME(convert_rows)(const int type, const char *x, ptrdiff_t stride, ptrdiff_t n,
                                                                           ptrdiff_t width, REAL *to)
 {
-    ptrdiff_t whole = (width + LANES - 1) / LANES * LANES, size = FMHA_NAME(stored_size)(type);
+    ptrdiff_t whole = ROUND_UP(width, LANES), size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t i = 0; i < n; i++)
         for (ptrdiff_t d = 0; d < width; d += LANES) {
             const char *from = x + (i * stride + d) * size;
@@ -110,7 +110,7 @@ static const REAL *FMHA_NAME(computed_rows)(const fmha_problem *p, const fmha_ar
                                             ptrdiff_t width, REAL *to, ptrdiff_t *ld)
 {
     const char *from = FMHA_NAME(stored_row)(p, x, b, h, j);
-    *ld = (width + LANES - 1) / LANES * LANES;
+    *ld = ROUND_UP(width, LANES);
     switch (p->stored) {
     case FMHA_HALF: FMHA_NAME(convert_rows)(FMHA_HALF, from, x->stride[2], n, width, to); break;
     case FMHA_BFLOAT: FMHA_NAME(convert_rows)(FMHA_BFLOAT, from, x->stride[2], n, width, to); break;
@@ -124,5 +124,5 @@ static const REAL *FMHA_NAME(computed_rows)(const fmha_problem *p, const fmha_ar
 static ptrdiff_t FMHA_NAME(computed_scratch)(const fmha_problem *p, ptrdiff_t n)
 {
     ptrdiff_t width = p->D > p->Dv ? p->D : p->Dv;
-    return p->stored == FMHA_SAME ? 0 : n * ((width + LANES - 1) / LANES * LANES);
+    return p->stored == FMHA_SAME ? 0 : n * ROUND_UP(width, LANES);
 }

@@ -59,6 +59,7 @@ static const REAL FMHA_NAME(tanh_fit)[] = {
     -0x1.de3ef0f02c4d1p-13, 0x1.4119c71500d55p-14, -0x1.08d82cdf6c8b1p-16};
 #endif
 #define NEGATIVE_INFINITY ((REAL)-INFINITY)
+#define TINY (1 / POWER(80))            /* below it, results may miss terms that are subnormal */
 #define LARGE_POWER ((REAL)FMHA_LARGE(FMHA_REAL == 64))
 
 #if defined(__GNUC__) || defined(__clang__)

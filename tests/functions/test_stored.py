@@ -372,3 +372,12 @@ def test_a_cache_gives_the_attention_over_its_converted_keys_and_values(isa, dty
     out, weights = cache.attend(q, need_weights=True, algorithm="tiled", **keywords)
     assert np.abs(weights.sum(axis=-1) - 1).max() <= 200 * np.finfo(dtype).eps
     assert np.abs(np.einsum("bhij,bhjd->bhid", weights, np.repeat(v, 2, axis=1)) - out).max() <= 200 * np.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", ["int16", "int32", "uint32", "int64", "longdouble", "complex64"])
+@dtypes
+def test_an_element_type_that_is_none_of_these_is_refused(dtype, name, rng):
+    q, k, v = (x.astype(dtype) for x in draw(rng, dtype, "float16"))
+    problem = make_problem(q, k, v)
+    with pytest.raises(TypeError, match=rf"k and v must be float32, .* or bfloat16 \(as uint16\), got {np.dtype(name)}"):
+        problem.with_heads(q, k.astype(name), v.astype(name))

@@ -1,0 +1,131 @@
+"""What the Cython glue sees of the C kernels: the declarations of csrc/*.h, in their order."""
+from libc.stddef cimport ptrdiff_t
+from libc.stdint cimport int64_t, uint64_t
+
+
+cdef extern from "csrc/items.h" nogil:
+    ctypedef struct fmha_cut:
+        ptrdiff_t heads, first, last, rows, row_step, cols, col_step
+        int from_end
+
+    ctypedef struct fmha_item:
+        ptrdiff_t b, h, i0, rows, j0, cols
+
+    ptrdiff_t fmha_items(const fmha_cut *)
+    fmha_item fmha_item_of(const fmha_cut *, ptrdiff_t)
+    fmha_cut fmha_matrices_cut(ptrdiff_t count, ptrdiff_t rows, ptrdiff_t row_step, ptrdiff_t cols, ptrdiff_t col_step)
+
+
+cdef extern from "csrc/fastmha.h" nogil:
+    ctypedef struct fmha_array:
+        char *data
+        ptrdiff_t stride[4]
+
+    ctypedef struct fmha_problem:
+        ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv
+        double scale, softcap
+        int banded
+        int64_t left, right
+        const int64_t *offset
+        const int64_t *key_length
+        int stored
+        fmha_array q, k, v, bool_mask, additive_mask
+
+    ctypedef struct fmha_block:
+        ptrdiff_t b, h, i0, rows, j0, cols, ld
+
+    ctypedef struct fmha_run:
+        fmha_problem p
+        fmha_cut cut
+        fmha_array out
+        char *lse
+        char *weights
+        fmha_array grad_out, grad_q, grad_k, grad_v
+        int mode
+        char *row_states
+        char *scratch
+        ptrdiff_t scratch_size
+        char *chunks
+
+    ctypedef struct fmha_kernels:
+        const char *name
+        int vector_bytes
+        void (*softmax)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*softmax_backward)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
+                                 ptrdiff_t) noexcept nogil
+        void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
+        void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, void *, const void *,
+                                     const fmha_array *, const fmha_array *) noexcept nogil
+        void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
+        int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
+        void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*multiply)(ptrdiff_t, void *, double) noexcept nogil
+        void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
+        void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
+                              ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        int (*exceeds)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, double, double) noexcept nogil
+        int (*tiny_row)(ptrdiff_t, const void *) noexcept nogil
+        int (*nonzero)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
+        void (*lift_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*lower_row)(ptrdiff_t, const void *, const void *, void *) noexcept nogil
+        void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
+        void (*decode)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*decode_scratch)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*chunk_scratch)(const fmha_problem *) noexcept nogil
+        void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*merge_scratch)(const fmha_problem *) noexcept nogil
+        void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
+        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
+                     void *, ptrdiff_t, const void *, const void *, void *) noexcept nogil
+        void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
+        ptrdiff_t (*gemm_scratch)() noexcept nogil
+        void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
+        void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
+
+    int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
+    int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
+    int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
+    ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
+    ptrdiff_t FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
+    int64_t FMHA_UNBOUNDED
+    const fmha_kernels *fmha_kernels_of(int isa, int is_double)
+    int fmha_isa_runs(int isa)
+    const char *fmha_isa_name(int isa)
+    double FMHA_LARGE(bint is_double)
+    double fmha_folded_scale(const fmha_problem *, int, double *)
+    void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
+    fmha_cut fmha_heads_cut(const fmha_problem *)
+    fmha_cut fmha_forward_cut(const fmha_problem *)
+    fmha_cut fmha_backward_cut(const fmha_problem *, int mode, ptrdiff_t whole)
+    fmha_cut fmha_decode_cut(const fmha_problem *)
+    fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)
+
+cdef extern from "Python.h":
+    int check_signals "PyErr_CheckSignals" ()       # without `except`: what is raised waits for `finish`
+
+cdef extern from "csrc/pool.h" nogil:
+    ctypedef void (*fmha_task)(void *, ptrdiff_t, int) noexcept nogil
+    int fmha_pool_run(fmha_task, void *, ptrdiff_t, int)
+    void fmha_pool_ask(int (*question)() noexcept nogil)
+    int fmha_pool_stopped()
+    int fmha_pool_workers()
+    void fmha_pool_shutdown()
+
+cdef extern from "csrc/subnormals.h" nogil:
+    uint64_t fmha_flush_subnormals()
+    void fmha_keep_subnormal_operands()
+    void fmha_set_control(uint64_t)
+
+cdef extern from "csrc/blas_threads.h" nogil:
+    void fmha_blas_threads_bind(int (*)() noexcept nogil, void (*)(int) noexcept nogil)
+    int fmha_blas_threads_bound()
+    int fmha_blas_enter()
+    void fmha_blas_leave(int)
+    void fmha_blas_item_begin()
+    void fmha_blas_item_end()
+    int fmha_blas_held()

@@ -1,0 +1,460 @@
+/* The "tiled" algorithm backward.
+ *
+ * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
+ * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block, so that one
+ * pass over a head (mode FMHA_WHOLE) and two passes, over blocks for dQ and over key tiles for dK and dV, give the same
+ * bits: the second way recomputes scores, for when there are fewer heads than threads.
+ *
+ * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
+ * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
+ * ordinary scores give has its own sums taken over all its keys first (own_sums): P = exp(S - peak) / total, and delta = sum(P dP).
+ * Rows between, such as those of peaked scores, take lse, add up the P that come of it, and only where the sum is not 1 to the
+ * rounding of lse are own sums taken and the work is done again. Each row decides by itself. */
+
+#define FAR_LSE 8               /* beyond the log of the number of keys, or below 0: the sum of P is looked at */
+#define HUGE_LSE 256            /* |lse| from where on no lse is taken; from FAR_LSE on where "decode" may have written it */
+
+/* What is kept of a block: sums of grad_q (queries, width), q^T scaled (D, queries), grad_out^T (Dv, queries); of each row
+ * shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
+ * block and at its first row alone, a sum of those below. */
+typedef struct {
+    REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind;
+} FMHA_NAME(packed);
+
+enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is not 1; inverse may not be 1, and sum counts */
+
+/* Scratch of one thread: scores^T, grad_scores^T and slopes of the softcap (keys, queries); of a tile, sums of grad_k
+ * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; what is kept of all blocks
+ * of a head where it is one item, else of one block. */
+typedef struct {
+    REAL *scores, *grad_scores, *slopes, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
+    FMHA_NAME(packed) packed;
+} FMHA_NAME(backward_memory);
+
+/* Returns the size in REALs; without memory that is all. */
+static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, int mode, REAL *memory, FMHA_NAME(backward_memory) *m)
+{
+    ptrdiff_t used = 0, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    ptrdiff_t rows = mode == FMHA_WHOLE ? ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS) : BLOCK_ROWS;
+    m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
+    m->grad_scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
+    m->slopes = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
+    m->grad_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
+    m->grad_v = FMHA_NAME(take)(memory, &used, TILE_KEYS * value_width);
+    m->copy_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
+    m->copy_q = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * width);
+    m->copy_grad_out = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * value_width);
+    m->packed.grad_q = FMHA_NAME(take)(memory, &used, rows * width);
+    m->packed.q = FMHA_NAME(take)(memory, &used, rows * p->D);
+    m->packed.grad_out = FMHA_NAME(take)(memory, &used, rows * p->Dv);
+    m->packed.shift = FMHA_NAME(take)(memory, &used, rows);
+    m->packed.inverse = FMHA_NAME(take)(memory, &used, rows);
+    m->packed.delta = FMHA_NAME(take)(memory, &used, rows);
+    m->packed.lift = FMHA_NAME(take)(memory, &used, rows);
+    m->packed.sum = FMHA_NAME(take)(memory, &used, rows);
+    m->packed.kind = FMHA_NAME(take)(memory, &used, rows);
+    return used;
+}
+
+/* What is kept of the block whose first row is row `at` of those kept. */
+static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, const FMHA_NAME(packed) *all, ptrdiff_t at)
+{
+    return (FMHA_NAME(packed)){
+        .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at * p->D, .grad_out = all->grad_out + at * p->Dv,
+        .shift = all->shift + at, .inverse = all->inverse + at, .delta = all->delta + at, .lift = all->lift + at,
+        .sum = all->sum + at, .kind = all->kind + at,
+    };
+}
+
+static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
+{
+    FMHA_NAME(backward_memory) unused;
+    return FMHA_NAME(backward_layout)(p, mode, NULL, &unused);
+}
+
+typedef struct {
+    const fmha_run *run;
+    FMHA_NAME(backward_memory) m;
+    REAL far_above;             /* lse beyond it is far */
+    int few;                    /* the rows are so few that "decode" may have made their lse */
+    int q_finite, k_finite, grad_out_finite;
+} FMHA_NAME(backward);
+
+static inline const REAL *FMHA_NAME(row_of)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    return (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2];
+}
+
+static inline ptrdiff_t FMHA_NAME(row_at)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    return (block->b * run->p.H + block->head[r]) * run->p.Lq + block->query[r];
+}
+
+/* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; returns whether a band leaves some
+ * vector less than the whole tile, or -1 if masks remove all of it. */
+static int FMHA_NAME(backward_scores)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
+                                      ptrdiff_t n, int *masked)
+{
+    const fmha_problem *p = &w->run->p;
+    ptrdiff_t ldk = p->k.stride[2], ldv = p->v.stride[2];
+    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
+    REAL *slope = p->softcap != 0 ? w->m.slopes : NULL;
+    int touched = FMHA_NAME(touched)(p, block, j, n);
+    *masked = touched || slope;
+    if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
+    int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
+    /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+    FMHA_NAME(tile_scores)(p, block, banded, n, k, ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
+                           w->m.scores);
+    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
+    FMHA_NAME(product_scores)(block, banded, n, p->Dv, v, ldv, packed->grad_out, w->m.grad_scores);
+    if (*masked) FMHA_NAME(mask_tile)(p, block, j, w->m.scores, slope);
+    return banded;
+}
+
+/* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these. */
+static void FMHA_NAME(own_sums)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
+{
+    const fmha_run *run = w->run;
+    ptrdiff_t queries = block->queries;
+    REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS];
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        peak[q] = NEGATIVE_INFINITY;
+        total[q] = delta[q] = 0;
+    }
+    for (ptrdiff_t j = block->j0 / TILE_KEYS * TILE_KEYS, n; j < block->j1; j += n) {
+        ptrdiff_t low = j < block->j0 ? block->j0 : j;
+        n = TILE_KEYS;
+        int masked, many = (int)((block->j1 < j + n ? block->j1 : j + n) - low);
+        if (FMHA_NAME(backward_scores)(w, block, packed, low, many, &masked) < 0) continue;
+        for (ptrdiff_t v = 0; v < queries / LANES; v++) {
+            const REAL *s = w->m.scores + v * LANES, *g = w->m.grad_scores + v * LANES;
+            VEC before = v_load(peak + v * LANES), best = before, zero = v_splat(0), gone = v_splat(NEGATIVE_INFINITY);
+            for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+                VEC score = v_load(s + k * queries);
+                best = v_max(score, best);
+            }
+            VEC shift = v_select(v_equal(best, gone), zero, best), shrink = FMHA_NAME(exp)(before - shift);
+            VEC sum = v_load(total + v * LANES) * shrink, weighted = v_load(delta + v * LANES) * shrink;
+            for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+                VEC score = v_load(s + k * queries), e = FMHA_NAME(exp)(score - shift);
+                sum = sum + e;
+                weighted = v_select(v_equal(score, gone), weighted, weighted + e * v_load(g + k * queries));
+            }
+            v_store(peak + v * LANES, best);
+            v_store(total + v * LANES, sum);
+            v_store(delta + v * LANES, weighted);
+        }
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], shift = peak[r] == NEGATIVE_INFINITY ? 0 : peak[r];
+        if (!chosen[r] || FMHA_NAME(of_more_keys)(lse, shift + REAL_LOG(total[r]))) continue;
+        packed->shift[r] = shift;
+        packed->inverse[r] = 1 / total[r];
+        packed->delta[r] = delta[r] / total[r];
+    }
+}
+
+static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
+{
+    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0;
+}
+
+/* The packed operands and the state of each row; known: from a pass over blocks before. */
+static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known)
+{
+    const fmha_run *run = w->run;
+    const fmha_problem *p = &run->p;
+    char own[BLOCK_ROWS] = {0};
+    int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
+    FMHA_NAME(pack_transposed)(block, &run->grad_out, p->Dv, to->grad_out);
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
+        to->inverse[r] = 1;
+        to->delta[r] = to->sum[r] = 0;
+        if (r >= block->rows) continue;
+        if (known) {
+            const REAL *state = (const REAL *)run->row_states + FMHA_NAME(row_at)(run, block, r) * FMHA_ROW_STATE;
+            to->shift[r] = state[FMHA_ROW_SHIFT];
+            to->inverse[r] = state[FMHA_ROW_INVERSE];
+            to->delta[r] = state[FMHA_ROW_DELTA];
+            if (to->inverse[r] != 1) kind |= FMHA_NAME(far_block);
+            continue;
+        }
+        REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)];
+        if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
+        if (FMHA_NAME(is_far)(w, lse)) {
+            kind |= FMHA_NAME(far_block);
+            any |= own[r] = (char)(w->few || lse > HUGE_LSE || lse < -HUGE_LSE);
+        }
+        const REAL *g = FMHA_NAME(row_of)(&run->grad_out, block, r), *o = FMHA_NAME(row_of)(&run->out, block, r);
+        VEC sum = v_splat(0);
+        for (ptrdiff_t d = 0; d < p->Dv; d += LANES) sum = sum + v_load_n(g + d, p->Dv - d, 0) * v_load_n(o + d, p->Dv - d, 0);
+        to->delta[r] = FMHA_NAME(sum)(sum);
+    }
+    *to->kind = (REAL)kind;
+    if (any) FMHA_NAME(own_sums)(w, block, to, own);
+}
+
+/* After a far block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
+ * whether there were some: the work must be done again. */
+static int FMHA_NAME(mended)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed)
+{
+    const fmha_run *run = w->run;
+    char own[BLOCK_ROWS] = {0};
+    int any = 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], apart = packed->sum[r] - 1;
+        int exponent;
+        frexp((double)lse, &exponent);
+        if (w->few || !FMHA_NAME(is_far)(w, lse) || lse > HUGE_LSE || lse < -HUGE_LSE) continue;       /* own sums already */
+        /* lse is of more keys */
+        if (REAL_LOG(packed->sum[r]) < -LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse))) continue;
+        /* Half a unit in the last place of lse, and of sum. */
+        REAL slack = REAL_EPSILON * (4 + (REAL)ldexp(0.375, exponent));
+        any |= own[r] = (char)(apart > slack || apart < -slack);
+        packed->sum[r] = 0;
+    }
+    if (any) FMHA_NAME(own_sums)(w, block, packed, own);
+    return any;
+}
+
+/* The block's rows of x (q or grad_out) as rows of whole vectors: where they lie if they are one head's, or copied. */
+static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width, int finite, REAL *copy,
+                                           ptrdiff_t *ld)
+{
+    ptrdiff_t whole = ROUND_UP(width, LANES);
+    if (finite && whole == width && block->head[0] == block->head[block->rows - 1]) {
+        *ld = x->stride[2];
+        return FMHA_NAME(row_of)(x, block, 0);
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        for (ptrdiff_t d = 0; d < width; d++) copy[r * whole + d] = finite || row[d] - row[d] == 0 ? row[d] : 0;
+        for (ptrdiff_t d = width; d < whole; d++) copy[r * whole + d] = 0;
+    }
+    *ld = whole;
+    return copy;
+}
+
+/* c[k, :] += a[k, r] * x_r for the non-finite rows x_r of the block, allowed pairs only. */
+static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
+                                      const fmha_array *x, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
+{
+    unsigned char done[TILE_KEYS] = {0}, met[TILE_KEYS] = {0};      /* as in tile_nonfinite */
+    const REAL *like = NULL;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
+        int ask = FMHA_NAME(has_nan)(width, row);
+        if (!like || !FMHA_NAME(same_nonfinite)(width, row, like)) {
+            like = row;
+            memset(met, 0, sizeof met);
+        }
+        for (ptrdiff_t k = 0; k < n; k++) {
+            REAL factor = a[k * block->queries + r];
+            int kind = FMHA_NAME(kind_of)(factor);
+            if (done[k] || met[k] & (kind | FMHA_NAME(undefined)) || FMHA_NAME(pair_removed)(p, block, r, j + k, factor)) continue;
+            done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + k * ldc, ask);
+            met[k] |= (unsigned char)kind;
+        }
+    }
+}
+
+/* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever shift, dP and delta are. far: with
+ * the factor inverse, 1 but for own sums, and the sum of P. */
+static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
+    const int vectors, const int masked, const int far, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g, const REAL *slope,
+    const FMHA_NAME(packed) *rows, ptrdiff_t first)
+{
+    VEC shift[MICRO_VECTORS], delta[MICRO_VECTORS], inverse[MICRO_VECTORS], sum[MICRO_VECTORS];
+    VEC gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        shift[v] = v_load(rows->shift + first + v * LANES);
+        delta[v] = v_load(rows->delta + first + v * LANES);
+        if (far) inverse[v] = v_load(rows->inverse + first + v * LANES);
+        if (far) sum[v] = zero;
+    }
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            ptrdiff_t at = k * ld + v * LANES;
+            VEC score = v_load(s + at), y = FMHA_NAME(exp)(score - shift[v]);
+            if (far) y = y * inverse[v];
+            VEC d = y * (v_load(g + at) - delta[v]);
+            if (masked) {
+                IVEC removed = v_equal(score, gone);
+                y = v_select(removed, zero, y);
+                if (slope) d = d * v_load(slope + at);
+                d = v_select(removed, zero, d);
+            }
+            if (far) sum[v] = sum[v] + y;
+            v_store(s + at, y);
+            v_store(g + at, d);
+        }
+#pragma GCC unroll 4
+    for (int v = 0; far && v < vectors; v++)
+        v_store(rows->sum + first + v * LANES, v_load(rows->sum + first + v * LANES) + sum[v]);
+}
+
+/* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width); banded: the spans alone, zeros where a vector of rows
+ * is not at work among others that are. */
+static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *a, const REAL *x, ptrdiff_t ldx,
+                                    ptrdiff_t width, REAL *sums)
+{
+    ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
+    if (!banded) FMHA_NAME(product_rows_add)(n, width, block->rows, a, queries, x, ldx, sums, width);
+    while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
+        for (ptrdiff_t v = v0; v < v1; v++)
+            for (ptrdiff_t e = k; e < k + count; e++)
+                if (e < block->low[v] || e >= block->high[v]) v_store(a + e * queries + v * LANES, v_splat(0));
+        ptrdiff_t depth = (v1 * LANES < block->rows ? v1 * LANES : block->rows) - v0 * LANES;
+        FMHA_NAME(product_rows_add)(count, width, depth, a + k * queries + v0 * LANES, queries, x + v0 * LANES * ldx, ldx,
+                                    sums + k * width, width);
+    }
+}
+
+/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
+ * latter two without the factor scale; NULL where not wanted. */
+static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                                      ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+{
+    const fmha_run *run = w->run;
+    const fmha_problem *p = &run->p;
+    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld, ldk = p->k.stride[2];
+    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    REAL *s = w->m.scores, *g = w->m.grad_scores, *slope = p->softcap != 0 ? w->m.slopes : NULL;
+    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
+    int far = ((int)*packed->kind & FMHA_NAME(far_block)) != 0;
+    if (banded < 0) return;
+    for (ptrdiff_t q = 0, vectors; q < queries; q += vectors * LANES) {
+        vectors = !banded && (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
+        ptrdiff_t low = banded ? block->low[q / LANES] : 0, keys = banded ? block->high[q / LANES] - low : n, at = low * queries + q;
+        REAL *slope_at = slope ? slope + at : NULL;
+#define GRADIENT(many, masks, distant) \
+    FMHA_NAME(gradient_columns)(many, masks, distant, keys, queries, s + at, g + at, masks ? slope_at : NULL, packed, q)
+        if (vectors == MICRO_VECTORS && !masked && !far) GRADIENT(MICRO_VECTORS, 0, 0);
+        else if (vectors == MICRO_VECTORS && !far) GRADIENT(MICRO_VECTORS, 1, 0);
+        else if (vectors == MICRO_VECTORS) GRADIENT(MICRO_VECTORS, 1, 1);
+        else if (!far) GRADIENT(1, 1, 0);
+        else GRADIENT(1, 1, 1);
+#undef GRADIENT
+    }
+    if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
+        int finite = w->grad_out_finite || !touched;
+        const REAL *rows = FMHA_NAME(block_matrix)(&run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
+        FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, grad_v);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, grad_v, value_width);
+    }
+    if (grad_k) {       /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
+        int finite = w->q_finite || !touched;
+        const REAL *rows = FMHA_NAME(block_matrix)(&p->q, block, p->D, finite, w->m.copy_q, &ld);
+        FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, grad_k, width);
+    }
+    if (grad_q) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
+        int finite = w->k_finite || !touched;
+        const REAL *rows = FMHA_NAME(whole_rows)(k, ldk, n, p->D, finite, w->m.copy_k, &ld);
+        if (!banded) FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
+        for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
+            ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
+            ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
+            if (many) FMHA_NAME(product_columns_add)(own, width, many, g + low * queries + q, queries, rows + low * ld, ld,
+                                                     grad_q + q * width, width);
+        }
+        if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, k, ldk, p->D, grad_q, width);
+    }
+}
+
+/* grad rows <- factor * sums. */
+static void FMHA_NAME(write_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
+                                  ptrdiff_t stride)
+{
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = factor * from[i * ld + d];
+}
+
+/* The same with the scale, which may be too small for a REAL. */
+static void FMHA_NAME(write_scaled)(const fmha_problem *p, ptrdiff_t rows, const REAL *from, ptrdiff_t ld, REAL *to, ptrdiff_t stride)
+{
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    FMHA_NAME(write_rows)(rows, p->D, factor, from, ld, to, stride);
+    if (rest != 1) FMHA_NAME(write_rows)(rows, p->D, rest, to, stride, to, stride);
+}
+
+/* Item: a key/value head (FMHA_WHOLE), one block of its group's rows (FMHA_QUERIES) or one tile of its keys (FMHA_KEYS). */
+static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    const int mode = run->mode;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    ptrdiff_t b = item.b, hkv = item.h, last_row = item.i0 + item.rows, last_key = item.j0 + item.cols, group = p->H / p->Hkv;
+    ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
+    FMHA_NAME(backward) w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS};
+    FMHA_NAME(backward_layout)(p, mode, FMHA_NAME(scratch_of)(run, worker), &w.m);
+    const FMHA_NAME(packed) *packed = &w.m.packed;
+    const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
+    ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
+    int guarded = p->banded || p->key_length || p->bool_mask.data || p->additive_mask.data;     /* else no pair is removed */
+    w.q_finite = w.grad_out_finite = 1;
+    w.k_finite = !guarded || FMHA_NAME(all_finite)(valid, p->D, keys, p->k.stride[2]);
+    for (ptrdiff_t h = hkv * group; guarded && h < (hkv + 1) * group; h++) {
+        const REAL *q = (const REAL *)p->q.data + b * p->q.stride[0] + h * p->q.stride[1];
+        const REAL *g = (const REAL *)run->grad_out.data + b * run->grad_out.stride[0] + h * run->grad_out.stride[1];
+        w.q_finite &= FMHA_NAME(all_finite)(p->Lq, p->D, q, p->q.stride[2]);
+        w.grad_out_finite &= FMHA_NAME(all_finite)(p->Lq, p->Dv, g, run->grad_out.stride[2]);
+    }
+    FMHA_NAME(rows) block;
+#define BLOCK(i0) \
+    FMHA_NAME(packed) own = FMHA_NAME(packed_from)(p, packed, mode == FMHA_KEYS ? 0 : (i0) - item.i0); \
+    FMHA_NAME(block_rows)(p, &block, b, hkv, i0, last_row - (i0) < BLOCK_ROWS ? last_row - (i0) : BLOCK_ROWS)
+    for (int again = 0, done = 0; !done; again = 1) {
+        if (mode != FMHA_KEYS) memset(packed->grad_q, 0, (size_t)(item.rows * width) * sizeof(REAL));
+        for (ptrdiff_t j = item.j0; j < last_key; j += TILE_KEYS) {
+            ptrdiff_t n = last_key - j < TILE_KEYS ? last_key - j : TILE_KEYS;
+            if (mode != FMHA_QUERIES) {
+                memset(w.m.grad_k, 0, (size_t)(n * width) * sizeof(REAL));
+                memset(w.m.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+            }
+            for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
+                if (fmha_pool_stopped()) return;
+                BLOCK(i0);
+                if (mode == FMHA_KEYS || (j == item.j0 && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS);
+                ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+                if (low >= high) continue;
+                FMHA_NAME(tile_gradients)(&w, &block, &own, low, high - low,
+                                          mode == FMHA_QUERIES ? NULL : w.m.grad_k + (low - j) * width,
+                                          mode == FMHA_QUERIES ? NULL : w.m.grad_v + (low - j) * value_width,
+                                          mode == FMHA_KEYS ? NULL : own.grad_q);
+            }
+            if (mode != FMHA_QUERIES) {
+                const fmha_array *gk = &run->grad_k, *gv = &run->grad_v;
+                REAL *to_k = (REAL *)gk->data + b * gk->stride[0] + hkv * gk->stride[1] + j * gk->stride[2];
+                REAL *to_v = (REAL *)gv->data + b * gv->stride[0] + hkv * gv->stride[1] + j * gv->stride[2];
+                FMHA_NAME(write_scaled)(p, n, w.m.grad_k, width, to_k, gk->stride[2]);
+                FMHA_NAME(write_rows)(n, p->Dv, 1, w.m.grad_v, value_width, to_v, gv->stride[2]);
+            }
+        }
+        done = 1;
+        for (ptrdiff_t i0 = item.i0; i0 < last_row && mode != FMHA_KEYS && item.cols > 0 && !again; i0 += BLOCK_ROWS) {
+            if (!((int)packed->kind[i0 - item.i0] & FMHA_NAME(far_block))) continue;
+            BLOCK(i0);
+            if (FMHA_NAME(mended)(&w, &block, &own)) done = 0;
+        }
+    }
+    if (mode == FMHA_KEYS) return;
+#undef BLOCK
+    for (ptrdiff_t row = item.i0; row < last_row; row++) {
+        ptrdiff_t h = hkv * group + row / p->Lq, i = row % p->Lq, at = row - item.i0;
+        REAL *to = (REAL *)run->grad_q.data + b * run->grad_q.stride[0] + h * run->grad_q.stride[1] + i * run->grad_q.stride[2];
+        FMHA_NAME(write_scaled)(p, 1, packed->grad_q + at * width, width, to, 0);
+        if (mode == FMHA_WHOLE || item.cols == 0) continue;
+        REAL *state = (REAL *)run->row_states + ((b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
+        state[FMHA_ROW_SHIFT] = packed->shift[at];
+        state[FMHA_ROW_INVERSE] = packed->inverse[at];
+        state[FMHA_ROW_DELTA] = packed->delta[at];
+    }
+}

@@ -1,0 +1,457 @@
+/* The "tiled" algorithm: attention in O(L) memory, scores kept transposed, S^T[key][query].
+ *
+ * Queries lie along the vector lanes: maxima, sums, rescaling and the causal comparison are vertical, no lane ever meets
+ * another. The query block is packed transposed once (scale folded in); keys and values are read where they lie, keys as
+ * broadcast scalars, values as rows. A block holds rows of the group's stacked heads: row r is head r / Lq, query r % Lq.
+ *
+ * Bits: a row's result depends on its own scores and the grid of key tiles alone. Sums over D and over keys run in their
+ * order, one fused multiply-add a term; a tile in which a row attends nothing multiplies it by exp(0) = 1 and adds 0. */
+
+/* The next n REALs of a scratch that is laid out, whose size adds up in `used`; without memory, that size alone. A pass has one
+ * function that lays out its scratch: no other place knows what lies where. */
+static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
+{
+    REAL *at = memory ? memory + *used : NULL;
+    *used += n;
+    return at;
+}
+
+#define BLOCK_VECTORS (BLOCK_ROWS / LANES)
+#define KEY_STEP 2          /* even and odd keys have sums of their own: what is left out before a row's keys is a multiple of it */
+#define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
+
+/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
+typedef struct {
+    ptrdiff_t b, hkv, rows, queries, width, value_width;    /* widths in whole vectors */
+    ptrdiff_t j0, j1;                   /* keys that any row attends */
+    ptrdiff_t common0, common1;         /* keys that no causality, window or length removes from any row */
+    ptrdiff_t head[BLOCK_ROWS], query[BLOCK_ROWS];
+    ptrdiff_t row0[BLOCK_ROWS], row1[BLOCK_ROWS];           /* keys of each row */
+    ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
+    ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
+    ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
+} FMHA_NAME(rows);
+
+static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
+                                  ptrdiff_t rows)
+{
+    ptrdiff_t group = p->H / p->Hkv, h = hkv * group + first / p->Lq, i = first % p->Lq;
+    block->b = b;
+    block->hkv = hkv;
+    block->rows = rows;
+    block->queries = ROUND_UP(rows, LANES);
+    block->width = ROUND_UP(p->D, LANES);
+    block->value_width = ROUND_UP(p->Dv, LANES);
+    block->j0 = p->Lk;
+    block->j1 = 0;
+    block->common0 = 0;
+    block->common1 = p->Lk;
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        ptrdiff_t low = 0, high = p->Lk;
+        if (r < rows) {
+            block->head[r] = h;
+            block->query[r] = i;
+            fmha_row_keys(p, b, i, &low, &high);
+            if (low < high) {
+                if (low < block->j0) block->j0 = low;
+                if (high > block->j1) block->j1 = high;
+            }
+            if (low > block->common0) block->common0 = low;
+            if (high < block->common1) block->common1 = high;
+            if (++i == p->Lq) { i = 0; h++; }
+        }
+        block->row0[r] = low;
+        block->row1[r] = high;
+    }
+    if (block->j0 > block->j1) block->j0 = block->j1 = 0;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        ptrdiff_t any0 = p->Lk, any1 = 0, all0 = 0, all1 = p->Lk;
+        for (ptrdiff_t r = v * LANES; r < (v + 1) * LANES && r < rows; r++) {
+            if (block->row0[r] > all0) all0 = block->row0[r];
+            if (block->row1[r] < all1) all1 = block->row1[r];
+            if (block->row0[r] >= block->row1[r]) continue;
+            if (block->row0[r] < any0) any0 = block->row0[r];
+            if (block->row1[r] > any1) any1 = block->row1[r];
+        }
+        block->any0[v] = any0;
+        block->any1[v] = any1;
+        block->all0[v] = all0;
+        block->all1[v] = all1;
+    }
+}
+
+/* The keys of each vector that are at work in the tile [j, j + n), their ends multiples of `step` keys from j (or n).
+ * Returns whether a band leaves some vector less than the whole tile. */
+static int FMHA_NAME(set_spans)(FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, ptrdiff_t step)
+{
+    int banded = 0;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        ptrdiff_t low = block->any0[v] - j, high = block->any1[v] - j;
+        low = low < 0 ? 0 : low / step * step;
+        high = high < 0 ? 0 : ROUND_UP(high, step);
+        if (high > n) high = n;
+        if (low >= high) low = high = 0;
+        block->low[v] = low;
+        block->high[v] = high;
+        banded |= low > 0 || high < n;
+    }
+    return banded;
+}
+
+/* The next run of keys from *k on, of n, at which the same vectors [*v0, *v1) are at work; 0 at the end. Spans are in whole
+ * granules; between v0 and v1 there may be vectors that are not at work. */
+static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdiff_t *k, ptrdiff_t *count, ptrdiff_t *v0, ptrdiff_t *v1)
+{
+    ptrdiff_t start = *k + *count, vectors = block->queries / LANES;
+    *count = 0;
+    for (ptrdiff_t at = start; at < n; at += GRANULE) {
+        ptrdiff_t first = vectors, last = 0;
+        for (ptrdiff_t v = 0; v < vectors; v++)
+            if (block->low[v] <= at && at < block->high[v]) {
+                if (v < first) first = v;
+                last = v + 1;
+            }
+        if (*count && (first != *v0 || last != *v1)) return 1;
+        if (first >= last) continue;
+        if (!*count) *k = at;
+        *v0 = first;
+        *v1 = last;
+        *count += n - at < GRANULE ? n - at : GRANULE;
+    }
+    return *count > 0;
+}
+
+/* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Where sized, returns a number below HUGE_POWER if all
+ * that was packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
+static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const int sized, const FMHA_NAME(rows) *block, const fmha_array *x,
+                                                                        ptrdiff_t width, REAL factor, REAL *packed)
+{
+    ptrdiff_t queries = block->queries;
+    VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
+    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+        const REAL *row[LANES];
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, d = 0;
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            ptrdiff_t r = q + (l < rows ? l : 0);
+            row[l] = (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1]
+                     + block->query[r] * x->stride[2];
+        }
+#if HAVE_TRANSPOSE
+        for (; d + LANES <= width; d += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(row[l] + d) * factor : v_splat(0);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
+        }
+#endif
+        for (ptrdiff_t left = d; left < width; left++)
+            for (ptrdiff_t l = 0; l < LANES; l++) packed[left * queries + q + l] = l < rows ? factor * row[l][left] : 0;
+        for (ptrdiff_t left = d; sized && left < width; left++) {
+            VEC part = v_load(packed + left * queries + q);
+            squares[left % 4] = squares[left % 4] + part * part;
+        }
+    }
+    return sized ? FMHA_NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3])) : 0;
+}
+
+static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
+{
+    FMHA_NAME(transposed)(0, block, x, width, 1, packed);
+}
+
+static inline REAL FMHA_NAME(folded_scale)(const fmha_problem *p, REAL *rest)
+{
+    double left, factor = fmha_folded_scale(p, FMHA_REAL == 64, &left);
+    *rest = (REAL)left;
+    return (REAL)factor;
+}
+
+/* The power of 2 that is taken out of a row of queries which, times factor, would be so large that it, or products with it, might
+ * overflow where the scores do not; else 1. */
+static REAL FMHA_NAME(row_lift)(ptrdiff_t D, const REAL *q, REAL factor)
+{
+    double size = 0;
+    for (ptrdiff_t d = 0; d < D; d++)
+        if (q[d] - q[d] == 0) size = fmax(size, fabs((double)q[d]));
+    int of_q, exponent;
+    frexp(size, &of_q);
+    frexp((double)factor, &exponent);
+    exponent += of_q - ilogb((double)LARGE_POWER);
+    if (size == 0 || exponent <= 0) return 1;
+    return (REAL)ldexp(1, exponent < ilogb((double)HUGE_POWER) ? exponent : ilogb((double)HUGE_POWER));
+}
+
+/* packed^T (D, queries) <- scale * q / lift, where the lift of row r, a power of 2, is what its scores must be multiplied by. Every
+ * row has its own, so that none depends on its company. Returns whether there are lifts other than 1. */
+static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
+{
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    int some = !(FMHA_NAME(transposed)(1, block, &p->q, p->D, factor, packed) < HUGE_POWER);
+    if (!some && rest == 1) return 0;
+    for (ptrdiff_t r = 0; r < block->queries; r++) {
+        lift[r] = rest;
+        if (!some || r >= block->rows) continue;
+        const REAL *q = (const REAL *)p->q.data + block->b * p->q.stride[0] + block->head[r] * p->q.stride[1]
+                        + block->query[r] * p->q.stride[2];
+        REAL own = FMHA_NAME(row_lift)(p->D, q, factor);
+        if (own == 1) continue;
+        lift[r] *= own;
+        for (ptrdiff_t d = 0; d < p->D; d++) packed[d * block->queries + r] = (REAL)((double)factor / own) * q[d];
+    }
+    return 1;
+}
+
+/* Rows [j, j + n) of a key/value head as rows of whole vectors: where they lie, or padded with zeros in `copy`. */
+static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, REAL *copy,
+                                         ptrdiff_t *ld)
+{
+    ptrdiff_t whole = ROUND_UP(width, LANES);
+    if (finite && whole == width) {
+        *ld = stride;
+        return x;
+    }
+    for (ptrdiff_t i = 0; i < n; i++) {
+        for (ptrdiff_t d = 0; d < width; d++) copy[i * whole + d] = finite || x[i * stride + d] - x[i * stride + d] == 0 ? x[i * stride + d] : 0;
+        for (ptrdiff_t d = width; d < whole; d++) copy[i * whole + d] = 0;
+    }
+    *ld = whole;
+    return copy;
+}
+
+/* Whether masks or ranges touch the tile of keys [j, j + n). */
+static inline int FMHA_NAME(touched)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
+{
+    return p->bool_mask.data || p->additive_mask.data || j < block->common0 || j + n > block->common1;
+}
+
+/* Where a mask's row for row r of the block starts, at key j. */
+static inline const char *FMHA_NAME(mask_row_at)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j,
+                                                 ptrdiff_t size)
+{
+    const ptrdiff_t *stride = mask->stride;
+    return mask->data + (block->b * stride[0] + block->head[r] * stride[1] + block->query[r] * stride[2] + j * stride[3]) * size;
+}
+
+/* Whether a mask removes all of the tile: read up to the first pair that it leaves. */
+static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
+{
+    for (int boolean = 0; boolean < 2; boolean++) {
+        const fmha_array *mask = boolean ? &p->bool_mask : &p->additive_mask;
+        if (!mask->data) continue;
+        ptrdiff_t rows = mask->stride[1] == 0 && mask->stride[2] == 0 ? 1 : block->rows, step = mask->stride[3], r = 0, k = n;
+        for (; r < rows && k == n; r++) {
+            const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, boolean ? 1 : (ptrdiff_t)sizeof(REAL));
+            if (boolean && step == 1) k = memchr(m, 0, (size_t)n) ? 0 : n;
+            else if (boolean) for (k = 0; k < n && m[k * step]; k++) {}
+            else for (k = 0; k < n && ((const REAL *)m)[k * step] == NEGATIVE_INFINITY; k++) {}
+        }
+        if (k == n) return 1;
+    }
+    return 0;
+}
+
+#define MASK_KEYS 32        /* keys of a boolean mask that are looked at together: as many as a lane of float32 has bits */
+
+/* Which of n <= MASK_KEYS bytes, `step` apart, are not 0: one bit each. before: bytes that may be read ahead of m. */
+static inline uint32_t FMHA_NAME(bits_of)(const char *m, ptrdiff_t step, ptrdiff_t n, ptrdiff_t before)
+{
+    uint32_t bits = 0;
+#if defined(X86_OP)
+    ptrdiff_t back = MASK_KEYS - n;
+    if (step == 1 && back <= before) {
+#if FMHA_VECTOR_BYTES >= 32
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(m - back));
+        bits = ~(uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256()));
+#else
+        __m128i low = _mm_loadu_si128((const __m128i *)(m - back)), high = _mm_loadu_si128((const __m128i *)(m - back + 16));
+        bits = (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(low, _mm_setzero_si128()));
+        bits = ~(bits | (uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(high, _mm_setzero_si128())) << 16);
+#endif
+        return bits >> back;
+    }
+#endif
+    (void)before;
+    for (ptrdiff_t k = 0; k < n; k++) bits |= (uint32_t)(m[k * step] != 0) << k;
+    return bits;
+}
+
+/* A boolean mask on keys [low, high) of one vector of rows of the tile's scores^T: MASK_KEYS of a row are the bits of its lane. */
+static void FMHA_NAME(mask_boolean)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
+                                    ptrdiff_t high, REAL *s)
+{
+    ptrdiff_t step = mask->stride[3], rows = block->rows - v * LANES < LANES ? block->rows - v * LANES : LANES;
+    VEC gone = v_splat(NEGATIVE_INFINITY);
+    for (ptrdiff_t k = low; k < high; k += MASK_KEYS) {
+        ptrdiff_t n = high - k < MASK_KEYS ? high - k : MASK_KEYS;
+        INT lanes[LANES] = {0}, any = 0;
+        for (ptrdiff_t l = 0; l < rows; l++)
+            any |= lanes[l] = (INT)FMHA_NAME(bits_of)(FMHA_NAME(mask_row_at)(mask, block, v * LANES + l, j + k, 1), step, n, k - low);
+        if (!any) continue;
+        IVEC bits = i_load(lanes);
+        REAL *to = s + k * block->queries + v * LANES;
+        for (ptrdiff_t e = 0; e < n; e++, to += block->queries)
+            v_store(to, v_select(v_truth((bits & i_splat((INT)((uint32_t)1 << e))) != 0), gone, v_load(to)));
+    }
+}
+
+/* An additive mask there: squares of LANES rows and keys are transposed in registers, what is left over goes one by one. */
+static void FMHA_NAME(mask_additive)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
+                                     ptrdiff_t high, REAL *s)
+{
+    ptrdiff_t queries = block->queries, step = mask->stride[3], q = v * LANES, k = low;
+    ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES;
+    const REAL *row[LANES];
+    for (ptrdiff_t l = 0; l < rows; l++) row[l] = (const REAL *)FMHA_NAME(mask_row_at)(mask, block, q + l, j, sizeof(REAL));
+#if HAVE_TRANSPOSE
+    VEC gone = v_splat(NEGATIVE_INFINITY);
+    for (; rows == LANES && step == 1 && k + LANES <= high; k += LANES) {
+        VEC part[LANES];
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(row[l] + k);
+        FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            REAL *to = s + (k + l) * queries + q;
+            v_store(to, v_select(v_equal(part[l], gone), gone, v_load(to) + part[l]));
+        }
+    }
+#endif
+    for (ptrdiff_t l = 0; l < rows; l++)
+        for (ptrdiff_t e = k; e < high; e++) {
+            REAL *to = s + e * queries + q + l, add = row[l][e * step];
+            *to = add == NEGATIVE_INFINITY ? add : *to + add;
+        }
+}
+
+/* scores^T (keys, queries), of each vector of rows the keys of its span: softcap, additive mask, then -inf where a pair is
+ * removed. slope, if given, gets the derivative of the softcap. */
+static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, REAL *s, REAL *slope)
+{
+    ptrdiff_t queries = block->queries;
+    const ptrdiff_t *add_stride = p->additive_mask.stride, *remove_stride = p->bool_mask.stride;
+    VEC gone = v_splat(NEGATIVE_INFINITY);
+    for (ptrdiff_t v = 0; v < queries / LANES; v++) {
+        ptrdiff_t low = block->low[v], high = block->high[v];
+        REAL *column = s + v * LANES;
+        if (p->softcap != 0) {
+            for (ptrdiff_t k = low; k < high; k++) {
+                VEC t, capped = FMHA_NAME(soft_capped)(v_load(column + k * queries), p->softcap, &t);
+                v_store(column + k * queries, capped);
+                if (slope) v_store(slope + k * queries + v * LANES, v_splat(1) - t * t);
+            }
+        }
+        if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
+            FMHA_NAME(mask_additive)(&p->additive_mask, block, v, j, low, high, s);
+        } else if (p->additive_mask.data) {
+            const REAL *m = (const REAL *)FMHA_NAME(mask_row_at)(&p->additive_mask, block, 0, j, sizeof(REAL));
+            for (ptrdiff_t k = low; k < high; k++) {
+                VEC add = v_splat(m[k * add_stride[3]]);
+                v_store(column + k * queries, v_select(v_equal(add, gone), gone, v_load(column + k * queries) + add));
+            }
+        }
+        if (p->bool_mask.data && (remove_stride[1] || remove_stride[2])) {
+            FMHA_NAME(mask_boolean)(&p->bool_mask, block, v, j, low, high, s);
+        } else if (p->bool_mask.data) {
+            const char *m = FMHA_NAME(mask_row_at)(&p->bool_mask, block, 0, j, 1);
+            for (ptrdiff_t k = low; k < high; k++)
+                if (m[k * remove_stride[3]]) v_store(column + k * queries, gone);
+        }
+        ptrdiff_t inner = block->all0[v] - j, outer = block->all1[v] - j;     /* rows differ before inner and from outer on */
+        if (inner <= low && outer >= high) continue;
+        INT from[LANES], to[LANES];
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            ptrdiff_t row0 = block->row0[v * LANES + l] - j, row1 = block->row1[v * LANES + l] - j;
+            from[l] = (INT)(row0 < low ? low : row0 > high ? high : row0);
+            to[l] = (INT)(row1 < low ? low : row1 > high ? high : row1);
+        }
+        IVEC first = i_load(from), last = i_load(to);
+        for (ptrdiff_t k = low; k < high; k++) {
+            if (k >= inner && k < outer) {
+                k = outer - 1;
+                continue;
+            }
+            v_store(column + k * queries, v_select(i_within(first, i_splat(k), last), v_load(column + k * queries), gone));
+        }
+    }
+}
+
+/* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. */
+static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+                                      const REAL *packed, REAL *s)
+{
+    ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
+    if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries);
+    while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
+        FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, queries,
+                                s + k * queries + v0 * LANES, queries);
+}
+
+/* The pool lets subnormal operands count as 0; but a float32 that is converted to float64 as it is loaded counts. */
+static inline void FMHA_NAME(begin_item)(const fmha_problem *p)
+{
+    if (FMHA_REAL == 64 && p->stored != FMHA_SAME) fmha_keep_subnormal_operands();
+}
+
+static inline void FMHA_NAME(set_control)(const fmha_problem *p)
+{
+    fmha_flush_subnormals();
+    FMHA_NAME(begin_item)(p);
+}
+
+/* scores^T (keys, queries) <- lift * (k (keys, D) @ packed^T (D, queries)); lift NULL: 1. With a row as large as LARGE_POWER, keys
+ * below the smallest normal number count. */
+static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, const REAL *keys, ptrdiff_t ld,
+                                          const REAL *packed, const REAL *lift, REAL *s)
+{
+    if (lift) fmha_keep_subnormal_operands();
+    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s);
+    if (!lift) return;
+    FMHA_NAME(set_control)(p);
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        VEC factor = v_load(lift + v * LANES);
+        for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+            REAL *at = s + k * block->queries + v * LANES;
+            v_store(at, v_load(at) * factor);
+        }
+    }
+}
+
+/* Whether row r of the block may not attend key j; factor: what the pair has in the product, 0 if it is removed, but not only then
+ * (and anything where a band leaves it out of the tile's work). */
+static inline int FMHA_NAME(pair_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j, REAL factor)
+{
+    if (j < block->row0[r] || j >= block->row1[r]) return 1;
+    if (factor != 0 || (!p->bool_mask.data && !p->additive_mask.data)) return 0;
+    fmha_block head = {.b = block->b, .h = block->head[r]};
+    return FMHA_NAME(removed)(p, &head, block->query[r], j);
+}
+
+/* The contributions of non-finite rows of x to a product over a tile, allowed pairs only, one pair after the other.
+ * c[r, :] += a[j, r] * x[j, :]. */
+static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
+                                      const REAL *x, ptrdiff_t ldx, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
+{
+    unsigned char done[BLOCK_ROWS] = {0};       /* rows of c that are NaN throughout: nothing changes them */
+    unsigned char met[BLOCK_ROWS] = {0};        /* kinds that rows of c have met of rows like `like` */
+    const REAL *like = NULL;
+    for (ptrdiff_t k = 0; k < n; k++) {
+        const REAL *row = x + k * ldx;
+        if (FMHA_NAME(all_finite)(1, width, row, ldx)) continue;
+        int ask = FMHA_NAME(has_nan)(width, row);
+        if (!like || !FMHA_NAME(same_nonfinite)(width, row, like)) {
+            like = row;
+            memset(met, 0, sizeof met);
+        }
+        for (ptrdiff_t r = 0; r < block->rows; r++) {
+            REAL factor = a[k * block->queries + r];
+            int kind = FMHA_NAME(kind_of)(factor);
+            if (done[r] || met[r] & (kind | FMHA_NAME(undefined)) || FMHA_NAME(pair_removed)(p, block, r, j + k, factor)) continue;
+            done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + r * ldc, ask);
+            met[r] |= (unsigned char)kind;
+        }
+    }
+}

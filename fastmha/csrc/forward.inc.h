@@ -1,0 +1,364 @@
+/* The "tiled" algorithm forward: one block of query rows against its keys, tile after tile, by an online softmax. */
+
+/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries), sums of out (queries, value width); of each query
+ * peak, total, what its sums shrink by, and the lift of its scores; values (keys, value width) where they must be copied; keys or
+ * values where they must be converted. */
+typedef struct {
+    REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted;
+} FMHA_NAME(forward_memory);
+
+/* For so many keys at a time, TILE_KEYS or more. Returns the size in REALs; without memory that is all. */
+static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys, REAL *memory, FMHA_NAME(forward_memory) *m)
+{
+    ptrdiff_t used = 0, value_width = ROUND_UP(p->Dv, LANES);
+    m->packed = FMHA_NAME(take)(memory, &used, p->D * BLOCK_ROWS);
+    m->scores = FMHA_NAME(take)(memory, &used, keys * BLOCK_ROWS);
+    m->out = FMHA_NAME(take)(memory, &used, value_width * BLOCK_ROWS);
+    m->peak = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->shrink = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->lift = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->copy = FMHA_NAME(take)(memory, &used, keys * value_width);
+    m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
+    return used;
+}
+
+static ptrdiff_t FMHA_NAME(forward_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(forward_memory) unused;
+    return FMHA_NAME(forward_layout)(p, TILE_KEYS, NULL, &unused);
+}
+
+static inline REAL *FMHA_NAME(scratch_of)(const fmha_run *run, int worker)
+{
+    return (REAL *)(run->scratch + worker * run->scratch_size);
+}
+
+/* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
+ * that was summed before must be multiplied by. */
+static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s,
+                                                                             REAL *peak, REAL *total, REAL *scale)
+{
+    VEC shift[MICRO_VECTORS], sum[MICRO_VECTORS][KEY_STEP];    /* even and odd keys apart: shorter sums err less */
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) shift[v] = v_load(peak + v * LANES);
+    for (ptrdiff_t k = 0; k < n; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            VEC score = v_load(s + k * ld + v * LANES);
+            shift[v] = v_max(score, shift[v]);
+        }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        VEC before = v_load(peak + v * LANES);
+        v_store(peak + v * LANES, shift[v]);
+        shift[v] = v_select(v_equal(shift[v], v_splat(NEGATIVE_INFINITY)), v_splat(0), shift[v]);
+        VEC shrink = FMHA_NAME(exp)(before - shift[v]);
+        v_store(scale + v * LANES, shrink);
+        v_store(total + v * LANES, v_load(total + v * LANES) * shrink);
+        sum[v][0] = sum[v][1] = v_splat(0);
+    }
+    for (ptrdiff_t k = 0; k < n; k += KEY_STEP)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < KEY_STEP; odd++)
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) {
+                if (k + odd == n) break;
+                REAL *at = s + (k + odd) * ld + v * LANES;
+                VEC e = FMHA_NAME(exp)(v_load(at) - shift[v]);
+                v_store(at, e);
+                sum[v][odd] = sum[v][odd] + e;
+            }
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+        v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
+}
+
+/* Of all vectors of rows; of each the keys of its span alone where banded. */
+static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *s, REAL *peak,
+                                                               REAL *total, REAL *scale)
+{
+    ptrdiff_t queries = block->queries;
+    for (ptrdiff_t q = 0; banded && q < queries; q += LANES) {
+        ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
+        if (low < high)
+            FMHA_NAME(softmax_columns)(1, high - low, queries, s + low * queries + q, peak + q, total + q, scale + q);
+    }
+    if (banded) return;
+    for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
+        ptrdiff_t vectors = (queries - q) / LANES;
+        if (vectors >= MICRO_VECTORS)
+            FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, queries, s + q, peak + q, total + q, scale + q);
+        else
+            for (ptrdiff_t v = 0; v < vectors; v++)
+                FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
+                                           scale + q + v * LANES);
+    }
+}
+
+/* What a pass over a block's keys is for, beside the ordinary one. */
+enum {
+    FMHA_NAME(careful) = 1,     /* the firewall: zeros for what is not finite in partly removed tiles, and the allowed pairs added */
+    FMHA_NAME(reduced) = 2,     /* probabilities so small that no sum of finite values overflows */
+    FMHA_NAME(raised) = 4       /* values times SUBNORMAL_LIFT */
+};
+/* What it found. */
+enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };      /* the sums are finite; some tile was touched by masks or ranges */
+
+/* The factor that makes sums over all keys finite. */
+static inline REAL FMHA_NAME(reduction)(const fmha_problem *p)
+{
+    REAL factor = (REAL)0.5;
+    for (ptrdiff_t n = 1; n < p->Lk; n *= 2) factor /= 2;
+    return factor;
+}
+
+/* One block against all its keys. */
+static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
+{
+    const fmha_problem *p = &run->p;
+    ptrdiff_t queries = block->queries, value_width = block->value_width, ld, ldv;
+    REAL *packed = m->packed, *s = m->scores, *out = m->out, *peak = m->peak, *total = m->total, *shrink = m->shrink;
+    REAL *lift = m->lift, *copy = m->copy, *converted = m->converted;
+    if (!FMHA_NAME(pack_queries)(p, block, packed, lift)) lift = NULL;
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        peak[q] = NEGATIVE_INFINITY;
+        total[q] = 0;
+    }
+    memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
+    int partly = 0;
+    /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
+    for (ptrdiff_t start = block->j0 / TILE_KEYS * TILE_KEYS; start < block->j1 && !fmha_pool_stopped(); start += TILE_KEYS) {
+        /* Keys before j0 are left out, by steps, or the sums of even and odd keys would change places. */
+        ptrdiff_t j = start < block->j0 ? block->j0 / KEY_STEP * KEY_STEP : start;
+        ptrdiff_t n = (block->j1 < start + TILE_KEYS ? block->j1 : start + TILE_KEYS) - j;
+        int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0, careful = touched && (purpose & FMHA_NAME(careful));
+        if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
+        partly |= touched;
+        const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
+        /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+        FMHA_NAME(tile_scores)(p, block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, keys, ld, packed, lift, s);
+        /* Where a band ends in the tile, each vector of rows works on its own keys: by steps, as above. */
+        if (touched || p->softcap != 0) {
+            banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
+            FMHA_NAME(mask_tile)(p, block, j, s, NULL);
+        }
+        FMHA_NAME(softmax_block)(block, banded, n, s, peak, total, shrink);
+        if (purpose & FMHA_NAME(reduced)) {
+            REAL factor = FMHA_NAME(reduction)(p);
+            for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
+        }
+        /* out (queries, Dv) <- shrink * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
+        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld), *rows = copy;
+        ldv = value_width;
+        if (purpose & FMHA_NAME(raised)) {
+            memset(copy, 0, (size_t)(n * value_width) * sizeof(REAL));
+            FMHA_NAME(lift_rows)(n, p->Dv, values, ld, copy, value_width);
+        } else {
+            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, copy, &ldv);
+        }
+        if (!banded) FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, shrink);
+        for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
+            ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
+            ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
+            if (many) FMHA_NAME(product_columns)(own, value_width, many, s + low * queries + q, queries, rows + low * ldv, ldv,
+                                                 out + q * value_width, value_width, shrink + q);
+        }
+        if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
+    }
+    int finite = FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+    return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
+}
+
+static inline void FMHA_NAME(write_lse)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r, REAL peak, REAL total)
+{
+    if (!run->lse) return;
+    REAL *lse = (REAL *)run->lse + (block->b * run->p.H + block->head[r]) * run->p.Lq + block->query[r];
+    *lse = total == 0 ? NEGATIVE_INFINITY : (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
+}
+
+static inline REAL *FMHA_NAME(out_row)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    const ptrdiff_t *stride = run->out.stride;
+    return (REAL *)run->out.data + block->b * stride[0] + block->head[r] * stride[1] + block->query[r] * stride[2];
+}
+
+/* The block's rows of out and lse from its sums, which forward_block has left. Returns which rows are tiny: a bit each. */
+static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m)
+{
+    const fmha_problem *p = &run->p;
+    const REAL *out = m->out, *peak = m->peak, *total = m->total;
+    uint64_t tiny = 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = FMHA_NAME(out_row)(run, block, r);
+        FMHA_NAME(divided_row)(p->Dv, out + r * block->value_width, total[r], to);
+        FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
+        if (FMHA_NAME(tiny_row)(p->Dv, to) && total[r] != 0) tiny |= (uint64_t)1 << r;
+    }
+    return tiny;
+}
+
+/* Of the values of the keys that the block attends: whether some finite one is so large that sums may overflow; or, where it is
+ * not `large` that counts, whether one is not 0. */
+static int FMHA_NAME(some_value)(const fmha_problem *p, const FMHA_NAME(rows) *block, int large, REAL *converted)
+{
+    for (ptrdiff_t j = block->j0, n; j < block->j1; j += n) {
+        ptrdiff_t ld;
+        n = block->j1 - j < TILE_KEYS ? block->j1 - j : TILE_KEYS;
+        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld);
+        if (large ? FMHA_NAME(exceeds)(n, p->Dv, values, ld, 1, LARGE_POWER) : FMHA_NAME(nonzero)(n, p->Dv, values, ld)) return 1;
+    }
+    return 0;
+}
+
+/* Sums of large finite values may overflow before the division: what is not finite in out again, with probabilities so small that
+ * no sum can. What is finite already, and lse, stay as they are. */
+static void FMHA_NAME(large_rows)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m)
+{
+    const fmha_problem *p = &run->p;
+    if (!FMHA_NAME(some_value)(p, block, 1, m->converted)) return;
+    REAL factor = FMHA_NAME(reduction)(p);
+    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(reduced));
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = FMHA_NAME(out_row)(run, block, r);
+        for (ptrdiff_t d = 0; d < p->Dv; d++)
+            if (to[d] - to[d] != 0) to[d] = m->out[r * block->value_width + d] / m->total[r] / factor;
+    }
+}
+
+/* The tiny rows again, from values so much larger that nothing of them is lost. */
+static void FMHA_NAME(tiny_rows)(const fmha_run *run, FMHA_NAME(rows) *block, uint64_t tiny,
+                                 const FMHA_NAME(forward_memory) *m)
+{
+    const fmha_problem *p = &run->p;
+    if (!FMHA_NAME(some_value)(p, block, 0, m->converted)) return;
+    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(raised));
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (tiny >> r & 1)
+            FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, FMHA_NAME(out_row)(run, block, r));
+}
+
+/* The block of rows that forward item n is. */
+static void FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAME(rows) *block)
+{
+    const fmha_item item = fmha_item_of(&run->cut, n);
+    FMHA_NAME(block_rows)(&run->p, block, item.b, item.h, item.i0, item.rows);
+}
+
+/* Item: one block of rows of one group. The firewall costs finite input nothing: only where a NaN or Inf shows in the
+ * result is the block done again, with zeros for what is not finite in partly removed tiles and the allowed pairs added;
+ * rows that attend none of it get the same bits as ever. */
+static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_run *run = context;
+    FMHA_NAME(forward_memory) memory;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
+    FMHA_NAME(begin_item)(&run->p);
+    FMHA_NAME(item_rows)(run, item, &block);
+    int found = FMHA_NAME(forward_block)(run, &block, &memory, 0);
+    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly))
+        found = FMHA_NAME(forward_block)(run, &block, &memory, FMHA_NAME(careful));
+    uint64_t tiny = FMHA_NAME(write_block)(run, &block, &memory);
+    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(run, &block, &memory);
+    if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
+}
+
+/* ------------------------------------------------------------------------------------------- forward with the weights */
+
+/* The scratch of tiled_forward, which tiny_rows needs, for all keys at a time: O(L) a thread. */
+static ptrdiff_t FMHA_NAME(weights_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(forward_memory) *m)
+{
+    return FMHA_NAME(forward_layout)(p, p->Lk > TILE_KEYS ? p->Lk : TILE_KEYS, memory, m);
+}
+
+static ptrdiff_t FMHA_NAME(weights_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(forward_memory) unused;
+    return FMHA_NAME(weights_layout)(p, NULL, &unused);
+}
+
+/* weights[r, j0 : j0 + n] <- column r of probabilities^T (n, queries), zeros at the other keys. */
+static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t n, const REAL *s)
+{
+    const fmha_problem *p = &run->p;
+    for (ptrdiff_t q = 0; q < block->rows; q += LANES) {
+        REAL *row[LANES];
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, k = 0;
+        for (ptrdiff_t l = 0; l < rows; l++) {
+            REAL *to = (REAL *)run->weights + ((block->b * p->H + block->head[q + l]) * p->Lq + block->query[q + l]) * p->Lk;
+            FMHA_NAME(fill)(block->j0, to, 0);
+            FMHA_NAME(fill)(p->Lk - block->j1, to + block->j1, 0);
+            row[l] = to + block->j0;
+        }
+#if HAVE_TRANSPOSE
+        for (; rows == LANES && k + LANES <= n; k += LANES) {
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(s + (k + l) * block->queries + q);
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(row[l] + k, part[l]);
+        }
+#endif
+        for (; k < n; k++)
+            for (ptrdiff_t l = 0; l < rows; l++) row[l][k] = s[k * block->queries + q + l];
+    }
+}
+
+/* As tiled_forward, with the weights (B, H, Lq, Lk) written out: the softmax runs over all keys of a block at once. */
+static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(begin_item)(p);
+    FMHA_NAME(item_rows)(run, item, &block);
+    ptrdiff_t queries = block.queries, value_width = block.value_width, ldk, ldv, ld;
+    ptrdiff_t j0 = block.j0, n = block.j1 - block.j0;
+    FMHA_NAME(forward_memory) m;
+    FMHA_NAME(weights_layout)(p, FMHA_NAME(scratch_of)(run, worker), &m);
+    REAL *s = m.scores, *out = m.out, *peak = m.peak, *total = m.total, *lift = m.lift;
+    const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block.b, block.hkv, j0, n, p->D, m.converted, &ldk);
+    if (!FMHA_NAME(pack_queries)(p, &block, m.packed, lift)) lift = NULL;
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        peak[q] = NEGATIVE_INFINITY;
+        total[q] = 0;
+    }
+    int touched = FMHA_NAME(touched)(p, &block, j0, n);
+    for (ptrdiff_t j = 0; j < n && !fmha_pool_stopped(); j += TILE_KEYS) {
+        ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
+        for (ptrdiff_t v = 0; v < queries / LANES; v++) {
+            block.low[v] = 0;
+            block.high[v] = part;
+        }
+        /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+        FMHA_NAME(tile_scores)(p, &block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * queries);
+        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, &block, j0 + j, s + j * queries, NULL);
+    }
+    FMHA_NAME(softmax_block)(&block, 0, n, s, peak, total, m.shrink);
+    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+        VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0);
+        for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN */
+            VEC e = v_load(s + k * queries + q);
+            v_store(s + k * queries + q, v_select(v_equal(e, zero), zero, e * inverse));
+        }
+    }
+    FMHA_NAME(write_weights)(run, &block, n, s);
+    const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block.b, block.hkv, j0, n, p->Dv, m.converted, &ldv);
+    for (int careful = 0; careful < 2; careful++) {
+        memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
+        /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
+        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), m.copy, &ld);
+        FMHA_NAME(product_columns_add)(block.rows, value_width, n, s, queries, rows, ld, out, value_width);
+        if (careful && touched) FMHA_NAME(tile_nonfinite)(p, &block, j0, n, s, values, ldv, p->Dv, out, value_width);
+        if (FMHA_NAME(all_finite)(block.rows, p->Dv, out, value_width)) break;
+    }
+    uint64_t tiny = 0;
+    for (ptrdiff_t r = 0; r < block.rows; r++) {
+        memcpy(FMHA_NAME(out_row)(run, &block, r), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
+        FMHA_NAME(write_lse)(run, &block, r, peak[r], total[r]);
+        if (FMHA_NAME(tiny_row)(p->Dv, out + r * value_width) && total[r] != 0) tiny |= (uint64_t)1 << r;
+    }
+    if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &m);
+}

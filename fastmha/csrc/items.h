@@ -1,0 +1,51 @@
+/* How a pass is cut into the items that the pool hands out, and what item n is. A pass takes heads, or matrices, and cuts the
+ * rows and the columns of each: query rows and keys, or those of a matrix. By the sizes alone, never by the number of threads. */
+#ifndef FMHA_ITEMS_H
+#define FMHA_ITEMS_H
+
+#include <stddef.h>
+
+typedef struct {
+    ptrdiff_t heads;                /* of a batch row */
+    ptrdiff_t first, last;          /* of the heads of all batch rows, those that the pass takes: [first, last) */
+    ptrdiff_t rows, row_step;       /* of a head, and of an item, fewer in the last; a step of 0: not cut */
+    ptrdiff_t cols, col_step;
+    int from_end;                   /* the last rows of a head first: with causality they have the most keys */
+} fmha_cut;
+
+/* Rows i0 .. i0+rows and columns j0 .. j0+cols of head h of batch row b. */
+typedef struct {
+    ptrdiff_t b, h, i0, rows, j0, cols;
+} fmha_item;
+
+/* Into how many parts a length is cut. */
+static inline ptrdiff_t fmha_parts(ptrdiff_t length, ptrdiff_t step) { return step ? (length + step - 1) / step : 1; }
+
+static inline ptrdiff_t fmha_items(const fmha_cut *cut)
+{
+    return (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
+}
+
+/* Columns change first, then rows, then heads. */
+static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
+{
+    const ptrdiff_t row_parts = fmha_parts(cut->rows, cut->row_step), col_parts = fmha_parts(cut->cols, cut->col_step);
+    const ptrdiff_t head = cut->first + n / col_parts / row_parts, row = n / col_parts % row_parts, col = n % col_parts;
+    fmha_item item = {
+        .b = head / cut->heads, .h = head % cut->heads,
+        .i0 = (cut->from_end ? row_parts - 1 - row : row) * cut->row_step, .j0 = col * cut->col_step,
+    };
+    item.rows = cut->rows - item.i0;
+    item.cols = cut->cols - item.j0;
+    if (cut->row_step && item.rows > cut->row_step) item.rows = cut->row_step;
+    if (cut->col_step && item.cols > cut->col_step) item.cols = cut->col_step;
+    return item;
+}
+
+/* Matrices, one a batch row, in slices of rows and columns. */
+static inline fmha_cut fmha_matrices_cut(ptrdiff_t count, ptrdiff_t rows, ptrdiff_t row_step, ptrdiff_t cols, ptrdiff_t col_step)
+{
+    return (fmha_cut){.heads = 1, .last = count, .rows = rows, .row_step = row_step, .cols = cols, .col_step = col_step};
+}
+
+#endif

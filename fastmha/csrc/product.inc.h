@@ -1,0 +1,104 @@
+/* The products of the tiled algorithm, of decode's values and of the projections: one register tile. */
+
+#define MICRO_MOST_ROWS 12
+#if MICRO_VECTORS != 2 && MICRO_VECTORS != 4
+#error "product_of has cases for register tiles of 2 and of 4 vectors"
+#endif
+
+/* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of
+ * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
+static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
+    const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < mr; r++)
+#pragma GCC unroll 12
+        for (int v = 0; v < nv; v++) sum[r][v] = v_splat(0);
+    for (ptrdiff_t k = 0; k < depth; k++) {
+        VEC row[MICRO_VECTORS];
+#pragma GCC unroll 12
+        for (int v = 0; v < nv; v++) row[v] = FMHA_NAME(stored_load)(type, b + v * LANES * size);
+#pragma GCC unroll 12
+        for (int r = 0; r < mr; r++) {
+            VEC scalar = v_splat(a[r * a_row]);
+#pragma GCC unroll 12
+            for (int v = 0; v < nv; v++) sum[r][v] = sum[r][v] + scalar * row[v];
+        }
+        a += a_step;
+        b += ldb * size;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < mr; r++)
+#pragma GCC unroll 12
+        for (int v = 0; v < nv; v++) {
+            REAL *to = c + r * ldc + v * LANES;
+            if (init == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
+            if (init == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
+            v_store(to, sum[r][v]);
+        }
+}
+
+/* Rows of the register tile: as many sums as the registers hold. */
+#define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
+#define MICRO(mr, nv) \
+    for (; rows - r >= (mr); r += (mr)) \
+        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
+#define MICRO_PANEL(nv) \
+    case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(2, nv); MICRO(1, nv); break;
+
+/* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1; b may
+ * be stored in another type. */
+static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
+    const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
+    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
+{
+    ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
+    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+        ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
+        const char *b = b0 + done * LANES * FMHA_NAME(stored_size)(type);
+        ptrdiff_t r = 0;
+        switch (nv) {
+            MICRO_PANEL(1)
+            MICRO_PANEL(2)
+#if MICRO_VECTORS == 4
+            MICRO_PANEL(3)
+            MICRO_PANEL(4)
+#endif
+        }
+        done += nv;
+    }
+}
+
+#define PRODUCT(init, rows, columns, depth, a, a_row, a_step, b, ...) \
+    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__)
+
+/* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    PRODUCT(FMHA_SET, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+}
+
+/* c <- c + a @ b, a's rows along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_rows_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    PRODUCT(FMHA_ADD, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+}
+
+/* c <- row_scale * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+{
+    PRODUCT(FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, row_scale);
+}
+
+/* c <- c + a^T @ b. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns_add)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    PRODUCT(FMHA_ADD, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, a);
+}
