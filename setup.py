@@ -19,7 +19,7 @@ UNIX = sys.platform != "win32"
 # -g0: Python's own flags may ask for debug information, four times the size of the code
 FLAGS = ["-O3", "-g0", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-Wno-psabi"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-CHECKED_FLAGS = [       # optimised, the sanitizers' checks take minutes more to compile than to run
+CHECKED_FLAGS = [       # optimised, the checks take ten times as long to compile
     "-O0", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=fast", "-pthread", "-Wno-psabi", "-DFMHA_CHECKED", *SANITIZE,
 ]
 
