@@ -532,8 +532,8 @@ def crossover(options: argparse.Namespace) -> Iterator[Table]:
     for direction in DIRECTIONS:
         for D in CROSSOVER_WIDTHS:
             lines = [crossover_line(Lq, group, Lk, D, direction, options) for Lk in KEYS for Lq, group in QUERIES]
-            yield Table(f"Crossover, {direction}, D {D}, float32, 8 key/value heads: µs a call", lines,
-                        "rows: Lq x query heads a key/value head. Keys and values stay in the caches where they fit.")
+            yield Table(f"Crossover, {direction}, D {D}, float32, 8 key/value heads: µs per call", lines,
+                        "rows: Lq x query heads per key/value head. Keys and values stay in the caches where they fit.")
 
 
 # ---------------------------------------------------------------------------------------------- balance
@@ -548,7 +548,7 @@ BALANCED = Floor(low=1 / 1.1)       # a makespan within 10 % of perfect
 
 
 def judged_threads(of: Case) -> int:
-    """The most threads, up to 128, for which the case holds at least twelve blocks of 64 queries a thread."""
+    """The most threads, up to 128, for which the case holds at least twelve blocks of 64 queries per thread."""
     return min(SHOWN_THREADS[-1], of.B * of.H * of.Lq // (BLOCK * BLOCKS_A_THREAD))
 
 
@@ -653,7 +653,7 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
         micro = {name: seconds / REPEATS * 1e6 for name, seconds in best.items()}
         micro["beyond"] = micro["call"] - micro["arithmetic"]
         findings.append(Finding(label, micro, Floor(high=high), ("beyond",)))
-    yield Table("Calls, B2 H8 L10 D8 float32 (module: d_model 64, 8 heads, no bias): µs a call", findings,
+    yield Table("Calls, B2 H8 L10 D8 float32 (module: d_model 64, 8 heads, no bias): µs per call", findings,
                 "arithmetic: the compiled calls alone (attention: one; module: projection, attention, projection), on "
                 "problems and arrays prepared before; that they read array headers, allocate scratch and go through "
                 "the pool is in it. beyond: the rest, which is checks, the choice of the algorithm, views, and the "

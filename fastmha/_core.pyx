@@ -340,7 +340,7 @@ cdef void pack_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
 
 
 def pack_heads(x, out, int threads):
-    """out <- x, both (B, H, L, width) with unit last strides; the blocked copy behind the contiguous layout."""
+    """out <- x, both (B, H, L, width) with unit last strides, a blocked copy."""
     cdef Pack c
     cdef ptrdiff_t shape[4]
     c.itemsize = x.dtype.itemsize
@@ -642,7 +642,7 @@ def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
 
 def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads):
     """The "blas" algorithm: out (B, H, Lq, Dv) of any strides BLAS takes, lse (B, H, Lq) and weights (B, H, Lq, Lk)
-    C-contiguous or None. `rows`: query rows a block."""
+    C-contiguous or None. `rows`: query rows per block."""
     cdef Heads c
     cdef Scratch scratch
     cdef Buffers unused
@@ -744,7 +744,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
 
 
 def tile_sizes():
-    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk and most query rows a key/value
+    """(query rows of a block at most, keys of a tile) of the tiled algorithm, keys of a chunk and most query rows per key/value
     head of the decode algorithm."""
     return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS
 

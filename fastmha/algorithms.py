@@ -138,7 +138,7 @@ class Algorithm(NamedTuple):
     backward: Callable[..., None] | None        # (problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads), or None
     weights: bool                               # whether forward can return the weights
     stored: tuple[str, ...]                     # dtypes of keys and values that forward converts as it loads them
-    most_rows: int | None                       # most query rows a key/value head (Lq · H / Hkv) that it takes
+    most_rows: int | None                       # most query rows per key/value head (Lq · H / Hkv) that it takes
     by_blas: bool                               # its products are BLAS's: heads may need packing; so are those of projections
     tile: Callable[[Problem], tuple[int, int]]                      # (query rows, keys) of one block of scores
     scratch: Callable[[Problem, bool, int], tuple[int, int]]        # (bytes of each thread, bytes that they share)

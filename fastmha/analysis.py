@@ -181,7 +181,7 @@ def count_memory_bytes(
 
     This is the textbook count: "blas" holds the whole score matrices, though the library may keep only blocks of them
     at a time; "tiled" holds none. Tiles and scratch, which do not grow with B, are not counted; the largest is that of the
-    backward pass of "tiled", about L*(dk + dv) items a thread.
+    backward pass of "tiled", about L*(dk + dv) items per thread.
 
     Parameters
     ----------

@@ -223,7 +223,7 @@ class AttentionModule:
         return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, None, ("C", "A"))
 
     def _layout(self, L: int) -> tuple[str, str]:
-        """The layout of heads that are projected from L tokens a batch row, and why."""
+        """The layout of heads that are projected from L tokens per batch row, and why."""
         if self._Dv != self._D:
             return "strided", "heads of two widths lie side by side"
         if self.layout != "auto":

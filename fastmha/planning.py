@@ -17,10 +17,10 @@ from fastmha._core import Problem
 from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, needs_packing, tiled_whole_heads
 
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
-# "auto" decodes up to so many query rows a key/value head, from so many bytes of a key and of all keys on: below, what an item
+# "auto" decodes up to so many query rows per key/value head, from so many bytes of a key and of all keys on: below, what an item
 # costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
 _DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
-# from where on "auto" has projections write heads contiguous: tokens, bytes a token and head, bytes a head
+# from where on "auto" has projections write heads contiguous: tokens, bytes per token and head, bytes per head
 _LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
 
 
@@ -98,7 +98,7 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
 
 
 def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
-    """Whether "decode" is the faster one for so many query rows a key/value head (Lq · H / Hkv) on Lk keys of so many bytes."""
+    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of so many bytes."""
     for most, of_key, of_keys in _DECODE_FROM:
         if rows <= most:
             return key_bytes >= of_key and Lk * key_bytes >= of_keys
@@ -107,7 +107,7 @@ def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, Mapping[str, str]]:
-    """`choose` for so many query rows a key/value head; whether "decode" pays there; with fused multiply-add or without."""
+    """`choose` for so many query rows per key/value head; whether "decode" pays there; with fused multiply-add or without."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
     unable = {name: _unable(record, rows, backward, weights) for name, record in BY_NAME.items()}
@@ -117,33 +117,33 @@ def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, 
         return algorithm, MappingProxyType({n: "named by the caller" if n == algorithm else f"{algorithm} was named by the caller"
                                             for n in (algorithm, *(n for n in BY_NAME if n != algorithm))})
     if pays and not unable[DECODE.name]:
-        name, why = DECODE.name, f"{rows} query rows a key/value head: every key and value is read once, memory is the limit"
+        name, why = DECODE.name, f"{rows} query rows per key/value head: every key and value is read once, memory is the limit"
     elif fused:
         name, why = TILED.name, "scores never leave the caches, O(L) memory"
     else:
         name, why = BLAS.name, "the kernels have no fused multiply-add here, BLAS may"
     lanes = "few query rows leave its lanes empty" if name == DECODE.name else "slower without fused multiply-add"
-    many = f"{rows} query rows a key/value head: arithmetic is the limit, not memory"
-    small = f"for {rows} query rows a key/value head it needs more bytes of keys to pay"
+    many = f"{rows} query rows per key/value head: arithmetic is the limit, not memory"
+    small = f"for {rows} query rows per key/value head it needs more bytes of keys to pay"
     slower = {BLAS.name: "scores pass through memory between two products", TILED.name: lanes,
               DECODE.name: small if rows <= _DECODE_FROM[-1][0] else many}
     return name, MappingProxyType({name: why, **{n: unable[n] or slower[n] for n in BY_NAME if n != name}})
 
 
 def _unable(record: Algorithm, rows: int, backward: bool, weights: bool) -> str:
-    """Why an algorithm cannot serve a call with so many query rows a key/value head; empty if it can."""
+    """Why an algorithm cannot serve a call with so many query rows per key/value head; empty if it can."""
     if backward and record.backward is None:
         return "it has no backward pass"
     if weights and not record.weights:
         return "it cannot return the weights"
     if record.most_rows is not None and rows > record.most_rows:
-        return f"it takes at most {record.most_rows} query rows a key/value head (Lq * H / Hkv), got {rows}"
+        return f"it takes at most {record.most_rows} query rows per key/value head (Lq * H / Hkv), got {rows}"
     return ""
 
 
 @lru_cache(maxsize=1024)
 def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
-    """How a projection of L tokens a batch row should lay out heads of so many bytes a token, and why.
+    """How a projection of L tokens per batch row should lay out heads of so many bytes per token, and why.
 
     "strided": side by side in rows (B, L, heads · D). "contiguous": by head, (B, heads, L, D), each by a product of its own.
     Neither changes what is computed, nor how much memory it takes. The measurements behind the rule: docs/layouts.md.
@@ -151,9 +151,9 @@ def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
     if by_blas:
         return "strided", "BLAS makes the projection, which costs it more by head than contiguous heads give back"
     if L < _LAYOUT_ROWS:
-        return "strided", f"{L} tokens a batch row, below {_LAYOUT_ROWS}: a product for each head would be small"
+        return "strided", f"{L} tokens per batch row, below {_LAYOUT_ROWS}: a product for each head would be small"
     if head_bytes < _LAYOUT_BYTES:
-        return "strided", f"{head_bytes} bytes a token and head, below {_LAYOUT_BYTES}: a product for each head would be narrow"
+        return "strided", f"{head_bytes} bytes per token and head, below {_LAYOUT_BYTES}: a product for each head would be narrow"
     if L * head_bytes < _LAYOUT_HEAD_BYTES:
         return "strided", f"heads of {L * head_bytes} bytes, below {_LAYOUT_HEAD_BYTES}: the caches hold them however they lie"
     return "contiguous", "a product for each head costs no more than one for all, and the kernels read heads from end to end"

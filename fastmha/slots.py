@@ -137,7 +137,7 @@ class Slots:
         rows = self.batch_size * self.num_kv_heads * max(slots, 1)
         if rows * max(self.head_dim, self.v_head_dim) * self.dtype.itemsize > _MOST_BYTES:
             raise ValueError(f"a cache of batch_size {self.batch_size}, num_kv_heads {self.num_kv_heads}, head_dim "
-                             f"{self.head_dim}, v_head_dim {self.v_head_dim} and {max(slots, 1)} tokens a row is beyond any "
+                             f"{self.head_dim}, v_head_dim {self.v_head_dim} and {max(slots, 1)} tokens per row is beyond any "
                              "memory")
         shape = self.batch_size, self.num_kv_heads, slots
         return np.empty((*shape, self.head_dim), self.dtype), np.empty((*shape, self.v_head_dim), self.dtype)

@@ -41,7 +41,7 @@ typedef struct {
 
 #define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
-#define FMHA_DECODE_ROWS 64     /* query rows a key/value head that the decode algorithm takes, at most */
+#define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
 #define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
 #define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
@@ -121,7 +121,7 @@ typedef struct {
     void (*lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*lower_row)(ptrdiff_t n, const void *x, const void *divisor, void *to);
 
-    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements a thread. */
+    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);

@@ -66,7 +66,7 @@ def usable(records: Sequence[Record]) -> list[Record]:
 
 
 def fit(records: Sequence[Record]) -> np.ndarray:
-    """Seconds a visit by group, and seconds a byte: least squares without negative ones."""
+    """Seconds a visit by group, and seconds per byte: least squares without negative ones."""
     return nnls(np.array([terms(r) for r in records]), np.array([gain(r) for r in records]))[0]
 
 

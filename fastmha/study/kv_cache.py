@@ -235,7 +235,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
         more = {"KVCache.append": time("KVCache.append")} if kind == "append" else {}
         tables.append(table(title, own, {**case, "length/head": ratio(kind), "head-major": time(f"head-major {kind}"),
                                          "length-major": time(f"length-major {kind}"), **more},
-                            "Time length-major over head-major; then times a layer, keys and values."))
+                            "Time length-major over head-major; then times per layer, keys and values."))
     method = (
         "float32. Head-major is (B, Hkv, capacity, D), the buffers of a fastmha.KVCache; length-major (B, capacity, Hkv, D). "
         f"Each call goes through up to {MOST_LAYERS} layers with a cache each, as many as hold {TURN_BYTES >> 20} MiB of keys "

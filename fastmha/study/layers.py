@@ -113,7 +113,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
         "layer": lambda r: r["label"], "strided": time_of("strided"),
         "contiguous": time_of("contiguous"), "ratio": ratio_of("strided/contiguous"),
         "auto": lambda r: auto(r)[0], "its cost": lambda r: f"{costs(r)['median']:.2f}"},
-        "median time a call; ratio: time strided over time contiguous within a round, with half its interval, = where there is "
+        "median time per call; ratio: time strided over time contiguous within a round, with half its interval, = where there is "
         "none; last, the time of auto's layout over that of the better.")])
 
 
@@ -124,7 +124,7 @@ def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
               for name, line in by(own, lambda r: f"D {r['factors']['D']}, {r['factors']['pass']}").items() if len(line) > 1]
     return lines("layer_over_length", "Above 1 the layer is faster where each head is written contiguous.",
                  [{"title": "", "series": series, "reference": 1.0}],
-                 title="The whole layer, heads written side by side or by head, d_model 1024", x="L, tokens a batch row",
+                 title="The whole layer, heads written side by side or by head, d_model 1024", x="L, tokens per batch row",
                  y="time strided / time contiguous (no unit)", x_log2=True)
 
 

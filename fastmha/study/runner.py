@@ -102,7 +102,7 @@ class Store:
         are named in "left_out"."""
         order = list(order)
         found = {"format": FORMAT, **self.about, "limits": self.limits,
-                 "units": {"arms": "seconds a call", "ratios": "time of the first arm over time of the second, within a round",
+                 "units": {"arms": "seconds per call", "ratios": "time of the first arm over time of the second, within a round",
                            "low, high": "ends of the 95 % bootstrap interval of the median", "flops": "operations a call",
                            "limits": "operations/s of the fastest product; read: bytes/s from memory"},
                  "left_out": [{"question": t.question, "label": t.label} for t in order

@@ -409,9 +409,9 @@ CONSTRUCTION = [
     ((1, 2, 4), {"dtype": "half-full"}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got 'half-full'"),
     ((1, 2, 4), {"dtype": None}, TypeError, "dtype must be float32, float64, float16 or bfloat16, got None"),
     ((2**20, 2**20, 4), {"capacity": 2**30}, ValueError, "a cache of batch_size 1048576, num_kv_heads 1048576, head_dim 4, "
-     "v_head_dim 4 and 1073741824 tokens a row is beyond any memory"),
+     "v_head_dim 4 and 1073741824 tokens per row is beyond any memory"),
     ((2**30, 2**30, 4), {}, ValueError, "a cache of batch_size 1073741824, num_kv_heads 1073741824, head_dim 4, v_head_dim 4 "
-     "and 1 tokens a row is beyond any memory"),
+     "and 1 tokens per row is beyond any memory"),
     ((2**62, 2, 4), {}, ValueError, "batch_size must be at most 2147483583, got 4611686018427387904"),
     ((np.uint64(2**64 - 1), 2, 4), {}, ValueError, "batch_size must be at most 2147483583, got 18446744073709551615"),
     ((1, 2**62, 4), {}, ValueError, "num_kv_heads must be at most 2147483583, got 4611686018427387904"),

@@ -469,7 +469,7 @@ def test_the_backward_pass_names_the_algorithm_it_does_not_have(rng):
 def test_too_many_rows_are_refused_and_counted(H, Hkv, Lq, rows, rng):
     q, k, v, _ = draw(rng, 1, H, Hkv, Lq, 9)
     message = (
-        r'algorithm "decode" cannot serve this call: it takes at most 64 query rows a key/value head '
+        r'algorithm "decode" cannot serve this call: it takes at most 64 query rows per key/value head '
         rf"\(Lq \* H / Hkv\), got {rows}"
     )
     for function in (fastmha.attention, fastmha.plan):

@@ -257,7 +257,7 @@ def test_scratch_of_tiled_does_not_grow_with_the_square_of_the_length(isa, backw
 
 
 def test_scratch_of_decode_does_not_grow_with_the_square_of_the_length(isa):
-    """Beside what the threads work in, a few numbers a row for every 512 keys."""
+    """Beside what the threads work in, a few numbers per row for every 512 keys."""
     for Lk in (512, 4096, 2**20):
         one, two = (scratch(4, n, algorithm="decode") for n in (Lk, 2 * Lk))
         assert two <= 2 * one + 2**16

@@ -242,8 +242,8 @@ def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a
 def test_the_layout_of_a_projection_is_a_rule_of_lengths_and_widths():
     for L, head_bytes in ((256, 256), (512, 128), (4096, 512)):
         assert choose_layout(L, head_bytes, False)[0] == "contiguous"
-    for L, head_bytes, by_blas, why in ((255, 512, False, "255 tokens a batch row, below 256"),
-                                        (4096, 64, False, "64 bytes a token and head, below 128"),
+    for L, head_bytes, by_blas, why in ((255, 512, False, "255 tokens per batch row, below 256"),
+                                        (4096, 64, False, "64 bytes per token and head, below 128"),
                                         (511, 128, False, "heads of 65408 bytes, below 65536"),
                                         (4096, 512, True, "BLAS makes the projection")):
         layout, reason = choose_layout(L, head_bytes, by_blas)

@@ -95,7 +95,7 @@ def test_visits_count_the_rows_that_blocks_of_queries_read():
     assert crossover.visits(tiled) == 2 * (128 / 64) * 2 * 300              # heads, blocks, keys and values, their rows
     assert crossover.visits(replace(tiled, H=8)) == 2 * (4 * 128 / 64) * 2 * 300        # the rows of a group are stacked
     assert crossover.visits(replace(tiled, B=3)) == 3 * crossover.visits(tiled)
-    assert crossover.visits(replace(tiled, row=1024)) == crossover.visits(tiled) / 4    # four rows a page
+    assert crossover.visits(replace(tiled, row=1024)) == crossover.visits(tiled) / 4    # four rows per page
     blas = replace(tiled, algorithm="blas", Lq=512)
     assert crossover.visits(blas) == 2 * (512 / blas_rows(512, 300, 4)) * 2 * 300
     causal = Case(1, 1, 1, 128, 128, 64, causal=True, row=4096)
