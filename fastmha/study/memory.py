@@ -278,8 +278,8 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
         "sizes has.")
     limits = (f"Counts below {bytes_text(DOMINATES)} are not judged: scratch and the allocator's slack, a few MB, are no small "
               "part of them. The scratch of a training step by tiled is about 2 L D numbers per thread, so that many threads "
-              "hold more above the count than two. The count of operations tells nothing about how fast each kind runs: those of the "
-              "softmax are slower than those of products.")
+              "hold more above the count than two. The count of operations tells nothing about how fast each kind runs: those of "
+              "the softmax are slower than those of products.")
     shapes = by(records, lambda r: factors_text(r["factors"]))
     tables = [*(memory_table(shape, list(filter(textbook, own))) for shape, own in shapes.items()),
               *(blocks_table(shape, [r for r in own if not textbook(r)]) for shape, own in shapes.items()),
