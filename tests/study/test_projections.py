@@ -32,15 +32,15 @@ def test_heads_lie_as_the_products_write_them():
     L, H, D = 6, 3, 4
     rows = np.arange(3 * L * H * D, dtype=np.float32).reshape(L, 3 * H * D)
     for layout, start in (("side by side", lambda i, h: i * H * D + h * D), ("interleaved", lambda i, h: h * 3 * D + i * D)):
-        whole, views = operands.lay(layout, Case(1, H, H, L, L, D))
+        whole, views = operands.lay(Case(1, H, H, L, L, D), layout)
         whole[...] = rows.ravel()
         for i, x in enumerate(views):
             assert x.shape == (1, H, L, D)
             for h in range(H):
                 assert np.array_equal(x[0, h], rows[:, start(i, h):start(i, h) + D])
-    views = operands.lay("separate", Case(1, H, H, L, L, D))[1]
+    views = operands.lay(Case(1, H, H, L, L, D), "separate")[1]
     assert {x.strides[1:3] for x in views} == {(4 * D, 4 * H * D)}
-    assert all(x.flags.c_contiguous for x in operands.lay("packed", Case(1, H, H, L, L, D))[1])
+    assert all(x.flags.c_contiguous for x in operands.lay(Case(1, H, H, L, L, D), "packed")[1])
 
 
 @pytest.mark.parametrize("blas", [False, True])
