@@ -32,29 +32,29 @@ FAULTS = {
         "csrc/fastmha.h", "diagonal + p->right + 1 < high) high = diagonal + p->right + 1;",
         "diagonal + p->right + 2 < high) high = diagonal + p->right + 2;", ["functions/test_attention.py"]),
     "a tile of one key, dropped": (
-        "csrc/tiles.inc.h", "start < block->j1 && !fmha_pool_stopped(); start += TILE_KEYS) {\n        /* Keys before j0",
+        "csrc/forward.inc.h", "start < block->j1 && !fmha_pool_stopped(); start += TILE_KEYS) {\n        /* Keys before j0",
         "start + (start > 0) < block->j1 && !fmha_pool_stopped(); start += TILE_KEYS) {\n        /* Keys before j0",
         ["core/test_tiled.py"]),
     "the stride of heads for that of rows": (
         "csrc/decode.inc.h", "r % p->Lq * p->q.stride[2]", "r % p->Lq * p->q.stride[1]", ["core/test_decode.py"]),
     "the sum of the third chunk, lost": (
-        "csrc/decode.inc.h", "if (result[rows + r] == 0) continue;", "if (result[rows + r] == 0 || c == 2) continue;",
+        "csrc/decode.inc.h", "if (own == 0) continue;", "if (own == 0 || c == 2) continue;",
         ["core/test_decode.py"]),
     "the rest of a tiny scale, missing": (
         "csrc/fastmha.h", "*rest = tiny ? 1 / lift : 1;", "*rest = 1;", ["functions/test_scales.py"]),
     "another head's keys": (
         "_core.pyx", "hkv = block.h // (p.H // p.Hkv)", "hkv = block.h % p.Hkv", ["functions/test_attention.py"]),
     "the firewall's careful path, left out": (
-        "csrc/tiles.inc.h", "careful = touched && (purpose & FMHA_NAME(careful));", "careful = 0;",
+        "csrc/forward.inc.h", "careful = touched && (purpose & FMHA_NAME(careful));", "careful = 0;",
         ["functions/test_firewall.py"]),
     "the delta of the softmax's gradient, dropped": (
         "csrc/rows.inc.h", "VEC g = v_load_n(dy + j, cols - j, 0) - delta;", "VEC g = v_load_n(dy + j, cols - j, 0);",
         ["core/test_kernels.py"]),
     "the weights of a merge, swapped": (
-        "functional.py", "weight1 /= total\n        weight2 /= total", "weight1, weight2 = weight2 / total, weight1 / total",
+        "merging.py", "return share1, share2, lse", "return share2, share1, lse",
         ["functions/test_merge.py"]),
     "a ring's slot, off by one": (
-        "cache.py", "slot = (position + at) % slots", "slot = (position + at + 1) % slots", ["cache/test_cache.py"]),
+        "slots.py", "slot = (position + at) % slots", "slot = (position + at + 1) % slots", ["cache/test_cache.py"]),
 }
 
 
