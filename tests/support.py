@@ -17,6 +17,7 @@ from fastmha import _core, reference
 from fastmha.algorithms import ALGORITHMS
 
 ISAS = _core.runnable_isas()
+VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64}
 NAMED = [name for name in ALGORITHMS if name not in ("auto", "decode")]     # forward and backward, every call
 DTYPES = (np.float32, np.float64)
 LAYOUTS = ("BHLD", "BLHD")

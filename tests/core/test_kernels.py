@@ -7,7 +7,7 @@ long double for float64. Below the smallest normal number results are 0, and ope
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
-from support import dtypes, padded, same_bits
+from support import VECTOR_BYTES, dtypes, padded, same_bits
 
 import fastmha
 from fastmha import _core, reference
@@ -46,7 +46,7 @@ def oracle(name, x, dtype):
 
 def test_a_selected_instruction_set_is_the_one_that_runs(isa):
     assert _core.selected_isa()[0] == isa
-    assert _core.selected_isa()[1] == {"baseline": 16, "avx2": 32, "avx512": 64}[isa]
+    assert _core.selected_isa()[1] == VECTOR_BYTES[isa]
 
 
 def test_the_bound_notices_three_ulp():

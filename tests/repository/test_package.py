@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy
+from support import VECTOR_BYTES
 
 import fastmha
 from fastmha import _core
 
 RUNNABLE = _core.runnable_isas()
-VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64}
 
 
 def python(code, cwd, *options, **environment):
