@@ -78,6 +78,23 @@ def pool_shutdown():
 
 # ------------------------------------------------------------------------------------------------ arrays, scratch, runs
 
+def in_place(x) -> bool:
+    """Whether kernels can work on the array x where it lies: empty, or aligned and with unit last stride."""
+    cdef Py_buffer view
+    cdef int axis
+    cdef ptrdiff_t low = 0, size = 1, last
+    PyObject_GetBuffer(x, &view, PyBUF_STRIDES)
+    for axis in range(view.ndim):
+        size *= view.shape[axis]
+        if view.shape[axis] > 1:
+            low |= view.strides[axis]
+    last = view.ndim - 1
+    unit = view.shape[last] <= 1 or view.strides[last] == view.itemsize
+    aligned = (<size_t>view.buf | <size_t>low) % <size_t>view.itemsize == 0
+    PyBuffer_Release(&view)
+    return size == 0 or unit and aligned
+
+
 cdef int read_array(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t itemsize, bint writable) except -1:
     """Pointer and element strides of an array of at most 4 axes (aligned at the last), stride 0 where a length is 1.
 

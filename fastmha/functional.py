@@ -128,7 +128,7 @@ def attention(
         result = target = validate.output(out, shape, problem.dtype,
                                                  {"q": q, "k": k, "v": v, "mask": mask, "offset": offset,
                                                   "key_padding_lengths": key_padding_lengths})
-        if not validate.in_place(result):
+        if not _core.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
     algorithms.forward(name, problem, _by_head(target, layout), lse, None, workers)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
+from fastmha import _core
 from fastmha._core import Problem
 
 LAYOUTS = ("BHLD", "BLHD")
@@ -265,15 +266,10 @@ def usable(x: np.ndarray) -> tuple[np.ndarray, int]:
 
     A broadcast B or H (stride 0) stays broadcast: only what lies in memory is copied.
     """
-    if in_place(x):
+    if _core.in_place(x):
         return x, 0
     copied = collapsed(x).copy()        # C order, and aligned where x was not
     return np.broadcast_to(copied, x.shape), copied.nbytes
-
-
-def in_place(x: np.ndarray) -> bool:
-    """Whether kernels can work on x where it lies: unit last stride, aligned."""
-    return (x.strides[-1] == x.itemsize or x.shape[-1] <= 1 or x.size == 0) and x.flags.aligned
 
 
 def collapsed(x: np.ndarray) -> np.ndarray:
@@ -318,9 +314,9 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         name, what, n = next(x for x in (("q", "length", Lq), ("k", "length", Lk), ("q", "width", D), ("v", "width", Dv))
                              if x[2] > LARGEST)
         raise ValueError(f"{name} has {what} {n}: at most {LARGEST} is possible")
-    q, copied = usable(q)
-    k, copied_k = usable(k)
-    v, copied_v = usable(v)
+    copied = copied_k = copied_v = 0
+    if not (_core.in_place(q) and _core.in_place(k) and _core.in_place(v)):
+        (q, copied), (k, copied_k), (v, copied_v) = usable(q), usable(k), usable(v)
     bool_mask = additive_mask = None
     if mask is not None:
         mask = _mask(mask, q.dtype, (B, H, Lq, Lk))

@@ -18,8 +18,12 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols;
 } fmha_item;
 
-/* Into how many parts a length is cut. */
-static inline ptrdiff_t fmha_parts(ptrdiff_t length, ptrdiff_t step) { return step ? (length + step - 1) / step : 1; }
+/* Into how many parts a length is cut. Most are one: a division of 64 bits costs some CPUs as much as a short row does. */
+static inline ptrdiff_t fmha_parts(ptrdiff_t length, ptrdiff_t step)
+{
+    if (step == 0) return 1;
+    return length <= step ? length > 0 : (length + step - 1) / step;
+}
 
 static inline ptrdiff_t fmha_items(const fmha_cut *cut)
 {
@@ -30,7 +34,10 @@ static inline ptrdiff_t fmha_items(const fmha_cut *cut)
 static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 {
     const ptrdiff_t row_parts = fmha_parts(cut->rows, cut->row_step), col_parts = fmha_parts(cut->cols, cut->col_step);
-    const ptrdiff_t head = cut->first + n / col_parts / row_parts, row = n / col_parts % row_parts, col = n % col_parts;
+    ptrdiff_t head = n, row = 0, col = 0;
+    if (col_parts > 1) col = head % col_parts, head /= col_parts;
+    if (row_parts > 1) row = head % row_parts, head /= row_parts;
+    head += cut->first;
     fmha_item item = {
         .b = head / cut->heads, .h = head % cut->heads,
         .i0 = (cut->from_end ? row_parts - 1 - row : row) * cut->row_step, .j0 = col * cut->col_step,
