@@ -19,7 +19,7 @@ from fastmha._kernels cimport (
     fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item,
     fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_matrices_cut, fmha_pool_ask,
     fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_set_control,
-    fmha_task,
+    fmha_task, fmha_valid_keys,
 )
 
 
@@ -244,9 +244,9 @@ cdef double SMALLEST_NORMAL = 2.2250738585072014e-308
 cdef class Problem:
     """One attention after validation: shapes, element strides and rules, for float32 or float64.
 
-    q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset and
-    key_lengths (B,) int64 or None; all aligned, last axis of q, k, v with unit stride. k and v may be stored as float16,
-    bfloat16 (as uint16) or the other float, for "tiled" and "decode" forward.
+    q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset,
+    key_starts and key_lengths (B,) int64 or None, no start beyond its length; all aligned, last axis of q, k, v with unit
+    stride. k and v may be stored as float16, bfloat16 (as uint16) or the other float, for "tiled" and "decode" forward.
     """
     cdef fmha_problem c
     cdef object keep
@@ -256,7 +256,7 @@ cdef class Problem:
     cdef public str layout
     cdef public object bytes_copied
 
-    def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_lengths, left, right, double scale,
+    def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, double scale,
                  double softcap):
         cdef ptrdiff_t shape[4]
         self.q, self.k, self.v, self.dtype = q, k, v, q.dtype
@@ -273,12 +273,13 @@ cdef class Problem:
             read_array(additive_mask, &self.c.additive_mask, NULL, self.itemsize, False)
         self.c.banded = offset is not None
         self.c.offset = <const int64_t *>pointer(offset, False) if offset is not None else NULL
+        self.c.key_start = <const int64_t *>pointer(key_starts, False) if key_starts is not None else NULL
         self.c.key_length = <const int64_t *>pointer(key_lengths, False) if key_lengths is not None else NULL
         self.c.left = FMHA_UNBOUNDED if left is None else left
         self.c.right = FMHA_UNBOUNDED if right is None else right
         self.c.scale = scale
         self.c.softcap = max(softcap, SMALLEST_NORMAL) if softcap else 0.0      # a smaller one would count as none
-        self.keep = (offset, key_lengths)
+        self.keep = (offset, key_starts, key_lengths)
 
     cdef int read_keys(self) except -1:
         """k and v into the C problem."""
@@ -325,8 +326,12 @@ cdef class Problem:
         return self.keep[0]
 
     @property
-    def key_lengths(self):
+    def key_starts(self):
         return self.keep[1]
+
+    @property
+    def key_lengths(self):
+        return self.keep[2]
 
     @property
     def window(self):
@@ -570,7 +575,7 @@ cdef void backward_item(void *context, ptrdiff_t index, int worker) noexcept nog
     cdef fmha_block block
     cdef fmha_item item = fmha_item_of(&c.cut, index)
     cdef Buffers buffers
-    cdef ptrdiff_t size = c.itemsize, j0, j1, i, group = p.H // p.Hkv, hkv = item.h, member, n
+    cdef ptrdiff_t size = c.itemsize, j0, j1, i, group = p.H // p.Hkv, hkv = item.h, member
     cdef ptrdiff_t ldq = leading(&p.q, p.D), ldk = leading(&p.k, p.D), ldv = leading(&p.v, p.Dv)
     cdef ptrdiff_t ldo = leading(&c.grad_out, p.Dv)
     cdef ptrdiff_t lddq = leading(&c.grad_q, p.D), lddk = leading(&c.grad_k, p.D), lddv = leading(&c.grad_v, p.Dv)
@@ -586,8 +591,8 @@ cdef void backward_item(void *context, ptrdiff_t index, int worker) noexcept nog
     for i in range(p.Lk):
         memset(head(&c.grad_k, block.b, hkv, i, size), 0, p.D * size)
         memset(head(&c.grad_v, block.b, hkv, i, size), 0, p.Dv * size)
-    n = p.key_length[block.b] if p.key_length != NULL else p.Lk
-    keys_finite = c.kernels.all_finite(n, p.D, head(&p.k, block.b, hkv, 0, size), ldk)
+    fmha_valid_keys(p, block.b, &j0, &j1)
+    keys_finite = c.kernels.all_finite(j1 - j0, p.D, head(&p.k, block.b, hkv, j0, size), ldk)
     for member in range(group):
         block.h = hkv * group + member
         block.i0 = 0

@@ -27,6 +27,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         int banded
         int64_t left, right
         const int64_t *offset
+        const int64_t *key_start
         const int64_t *key_length
         int stored
         fmha_array q, k, v, bool_mask, additive_mask
@@ -98,6 +99,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     const char *fmha_isa_name(int isa)
     double FMHA_LARGE(bint is_double)
     double fmha_folded_scale(const fmha_problem *, int, double *)
+    void fmha_valid_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
     void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
     fmha_cut fmha_heads_cut(const fmha_problem *)
     fmha_cut fmha_forward_cut(const fmha_problem *)

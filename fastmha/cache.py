@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fastmha import threads, validate
-from fastmha.cached import Step, attend, check_reach, check_ring_window, prepare, same_number
+from fastmha.cached import Step, attend, check_reach, check_ring, prepare, same_number
 from fastmha.slots import Lengths, Slots, longest, together
-from fastmha.validate import Rules
+from fastmha.validate import KeyRanges, Rules
 
 
 class KVCache:
@@ -267,8 +267,9 @@ class KVCache:
     @validate.own_keywords(validate.CALL_NAMES)
     def attend(
         self, q: np.ndarray, *, lengths_new: np.ndarray | None = None, mask: np.ndarray | None = None, is_causal: bool = False,
-        window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
-        algorithm: str = "auto", return_lse: bool = False, need_weights: bool = False, num_threads: int | None = None,
+        key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
+        softcap: float | None = None, algorithm: str = "auto", return_lse: bool = False, need_weights: bool = False,
+        num_threads: int | None = None,
     ) -> Any:
         """Attention of the newest queries, whose keys have been appended, over all that is cached.
 
@@ -283,8 +284,9 @@ class KVCache:
         mask : array, optional
             As in `fastmha.attention`. Its last axis spans the cached keys; of a ring those that are held, oldest first, of
             which every row must then have the same number.
-        is_causal, window, scale, softcap, algorithm
-            As in `fastmha.attention`. A ring needs a window whose left side is at most its own.
+        is_causal, key_ranges, window, scale, softcap, algorithm
+            As in `fastmha.attention`; key_ranges counts the cached keys, from 0 on as they lie, and may lie beyond them. A
+            ring takes none, and needs a window whose left side is at most its own.
         return_lse, need_weights : bool
             Also return the log of the sum of exponentials of each row; the attention weights.
         num_threads : int, optional
@@ -318,7 +320,7 @@ class KVCache:
             raise ValueError(f"q has batch size {B} on axis 0 but the cache has {slots.batch_size}")
         new = new_lengths(self, "lengths_new", lengths_new, Lq, "Lq")
         if slots.window is not None:
-            check_ring_window(slots, window)
+            check_ring(slots, window, key_ranges)
         is_causal = validate.flag("is_causal", is_causal)
         if is_causal or window is not None:
             check_reach(slots, new, window)
@@ -328,7 +330,7 @@ class KVCache:
                 same_number(held)
             slots = slots.linear(held, 0)
         filled = slots.state.filled
-        rules = Rules(mask, is_causal, None, None, window, scale, softcap, algorithm, num_threads)
+        rules = Rules(mask, is_causal, None, None, window, scale, softcap, algorithm, num_threads, key_ranges)
         parts = prepare(slots, q, filled, new, rules, need_weights)
         workers = threads.resolve(num_threads)
         out = np.empty((B, H, Lq, slots.v_head_dim), q.dtype)

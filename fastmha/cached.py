@@ -31,7 +31,7 @@ class Step:
         self.k, self.v = k, v
         self.after = after = slots.after(new)
         if slots.window is not None and slots.max_chunk is not None:
-            check_ring_window(slots, rules.window)
+            check_ring(slots, rules.window, rules.key_ranges)
             tops = larger(slots.state.most, after)
             if q.shape[2] > slots.max_chunk or ((rules.mask is not None or need_weights) and slots.wrapped(tops)):
                 # what is held and the new tokens side by side in slots for this call alone, then their end to the ring
@@ -72,8 +72,11 @@ class Step:
 
 # --------------------------------------------------------------------------------------------------------- attention
 
-def check_ring_window(slots: Slots, window: Any) -> None:
-    """Whether window reaches no further back than the ring."""
+def check_ring(slots: Slots, window: Any, key_ranges: Any) -> None:
+    """Whether a ring can serve these rules: window reaches no further back, and no keys are named by where they lie."""
+    if key_ranges is not None:
+        raise ValueError("key_ranges cannot be given with a cache that is a ring, in which keys do not keep their places, got "
+                         f"{validate.short(key_ranges)}")
     left, _ = validate.band(False, window)
     if left is None or left > (slots.window or 0):
         raise ValueError(f"window must have a left side of at most {slots.window}, the window of the cache, "
@@ -106,7 +109,7 @@ def same_number(held: np.ndarray) -> None:
 def prepare(slots: Slots, q: np.ndarray, after: Lengths, new: Lengths, rules: Rules, need_weights: bool,
             linear: bool = False) -> list[Part]:
     """The attention of the newest `new` queries at the lengths `after`, in storage order; all errors end here. The offset and the
-    padding lengths of the rules follow from these.
+    padding lengths of the rules follow from these; their key ranges may lie beyond the keys that there are so far.
 
     Where there is no room for the keys yet, or they are of another dtype, the problems hold stand-ins of their shapes, which
     `attend` replaces. `linear`: they will not lie in the ring that `slots` are.
@@ -119,6 +122,9 @@ def prepare(slots: Slots, q: np.ndarray, after: Lengths, new: Lengths, rules: Ru
     parts: list[Part] = []
     banded = rules.is_causal is not False or rules.window is not None
     B, heads = slots.batch_size, slots.num_kv_heads
+    if rules.key_ranges is not None:
+        sides = validate.ranges(rules.key_ranges, B, validate.LARGEST, "the longest possible")
+        rules = rules._replace(key_ranges=tuple(None if x is None else np.minimum(x, longest(after)) for x in sides))
     for start, stop, lengths, offset in spans:
         if not linear and stop <= state.slots and slots.dtype == q.dtype:
             k, v = state.k[:, :, start:stop], state.v[:, :, start:stop]

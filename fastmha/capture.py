@@ -177,9 +177,9 @@ def _part(problem: Problem, scaling: tuple[float, float], batch: slice, heads: s
         return mask[tuple(s if n > 1 else slice(None) for s, n in zip((batch, heads, rows), mask.shape))]
 
     offset = None if problem.offset is None else problem.offset[batch] + rows.start
-    lengths = None if problem.key_lengths is None else problem.key_lengths[batch]
+    starts, lengths = (None if x is None else x[batch] for x in (problem.key_starts, problem.key_lengths))
     return Problem(problem.q[batch, heads, rows], problem.k[batch, kv], problem.v[batch, kv, :, :0], cut(problem.bool_mask),
-                   cut(problem.additive_mask), offset, lengths, *problem.window, *scaling)
+                   cut(problem.additive_mask), offset, starts, lengths, *problem.window, *scaling)
 
 
 def _reduced(weights: np.ndarray, reduce: str | None) -> np.ndarray:

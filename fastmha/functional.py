@@ -12,16 +12,16 @@ from fastmha.algorithms import AUTO
 from fastmha.capture import Capture
 from fastmha.merging import shares
 from fastmha.planning import Plan, choose, make_plan
-from fastmha.validate import Rules
+from fastmha.validate import KeyRanges, Rules
 
 
 @validate.own_keywords(validate.CALL_NAMES)
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
-    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
-    algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None, capture: Capture | None = None,
-    num_threads: int | None = None,
+    key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
+    softcap: float | None = None, algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None,
+    capture: Capture | None = None, num_threads: int | None = None,
 ) -> Any:
     """Scaled dot-product attention on heads: softmax(scale · q kᵀ, masked) v [1]_.
 
@@ -51,6 +51,14 @@ def attention(
         elsewhere.
     key_padding_lengths : (B,) array of int, optional
         Valid keys of each batch row, 0 to Lk; those behind are removed.
+    key_ranges : (starts, ends), optional
+        Keys ``starts[b] <= j < ends[b]`` of batch row b are valid, all others are removed. Each side is a (B,) array of int, one
+        int for all rows, or None: from key 0, to Lk. With key_padding_lengths a row ends at the smaller of both. For left
+        padding, here of rows with 3 and 5 tokens (x = valid, . = padding)::
+
+            starts = [2, 0]:  . . x x x
+                              x x x x x
+
     window : (left, right), optional
         Key j is kept iff ``i + offset - left <= j <= i + offset + right``; a side None (or from 2**62 on) is unbounded.
     scale : float, optional
@@ -98,6 +106,9 @@ def attention(
     -----
     Where (i, j) is removed, nothing in k or v at j changes a bit of row i of the output, not even NaN or Inf.
 
+    Blocks of keys wholly outside a row's key range take no time. Blocks are counted from key 0, so that a row's result equals
+    that over the keys of its range alone, ``k[:, :, start:end]``, to rounding and not to the bit.
+
     Numbers below the smallest normal one of the dtype count as 0, but for rows of the output that are as small throughout.
 
     References
@@ -113,7 +124,7 @@ def attention(
     >>> fastmha.attention(q, k, v, is_causal=True).shape
     (2, 8, 16, 64)
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm)
     if return_lse is not False:
@@ -125,9 +136,10 @@ def attention(
     if out is None:
         result = target = np.empty(shape, problem.dtype)
     else:
+        sides = dict(zip(validate.KEY_RANGES, key_ranges or ()))
         result = target = validate.output(out, shape, problem.dtype,
                                                  {"q": q, "k": k, "v": v, "mask": mask, "offset": offset,
-                                                  "key_padding_lengths": key_padding_lengths})
+                                                  "key_padding_lengths": key_padding_lengths, **sides})
         if not _core.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
@@ -144,8 +156,9 @@ def attention(
 def attention_backward(
     grad_out: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, lse: np.ndarray, *,
     layout: str = "BHLD", mask: np.ndarray | None = None, is_causal: bool = False, offset: int | np.ndarray | None = None,
-    key_padding_lengths: np.ndarray | None = None, window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None, softcap: float | None = None, algorithm: str = "auto", num_threads: int | None = None,
+    key_padding_lengths: np.ndarray | None = None, key_ranges: KeyRanges | None = None,
+    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
+    algorithm: str = "auto", num_threads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of `attention` with respect to q, k and v.
 
@@ -157,7 +170,7 @@ def attention_backward(
         As in `attention`.
     out, lse : arrays
         What ``attention(..., return_lse=True)`` returned for the same arguments.
-    layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads
+    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, algorithm, num_threads
         As in `attention`.
 
     Returns
@@ -179,7 +192,7 @@ def attention_backward(
     exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
     lse exceeds those by more than rounding, because it was taken over more keys.
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm, backward=True)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
@@ -265,9 +278,9 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
 def plan(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
-    window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
-    algorithm: str = "auto", return_lse: bool = False, capture: Capture | None = None, num_threads: int | None = None,
-    backward: bool = False,
+    key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
+    softcap: float | None = None, algorithm: str = "auto", return_lse: bool = False, capture: Capture | None = None,
+    num_threads: int | None = None, backward: bool = False,
 ) -> Plan:
     """What `attention` with these arguments would do: algorithm and reasons, tiles, work, copies, scratch, balance.
 
@@ -282,7 +295,7 @@ def plan(
     >>> fastmha.plan(q, k, k).algorithm
     'decode'
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges)
     problem = validate.attention_problem(q, k, v, layout, rules, values=False)
     validate.flag("return_lse", return_lse)
     if capture is not None:

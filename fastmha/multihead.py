@@ -11,7 +11,7 @@ from fastmha.algorithms import ALGORITHMS
 from fastmha.cache import KVCache
 from fastmha.module import AttentionModule
 from fastmha.planning import Plan
-from fastmha.validate import Rules
+from fastmha.validate import KeyRanges, Rules
 
 LAYOUTS = ("strided", "contiguous", "auto")
 
@@ -97,8 +97,8 @@ class MultiHeadAttention(AttentionModule):
     def forward(
         self, X: np.ndarray, mask: np.ndarray | None = None, *, context: np.ndarray | KVCache | None = None,
         is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
-        window: tuple[int | None, int | None] | None = None, softcap: float | None = None, cache: KVCache | None = None,
-        need_weights: bool = False, training: bool = True, num_threads: int | None = None,
+        key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+        cache: KVCache | None = None, need_weights: bool = False, training: bool = True, num_threads: int | None = None,
         transform_qk: Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> Any:
         """Attend.
@@ -113,10 +113,12 @@ class MultiHeadAttention(AttentionModule):
         context : (B, Lk, d_model) array or KVCache, optional
             Keys and values come from it instead of X (cross-attention). Those of a cache are taken as they are, each row's up
             to its length, and it does not change: see `project_context`.
-        is_causal, offset, key_padding_lengths, window, softcap
+        is_causal, offset, key_padding_lengths, key_ranges, window, softcap
             As in `fastmha.attention`. With a cache, offset is the cached length of each row and cannot be given, and
             key_padding_lengths counts the valid new tokens of each row: only these are appended, and those behind attend
-            nothing (their output is b_O, or 0).
+            nothing (their output is b_O, or 0). key_ranges counts all keys, those of the cache from 0 on as they lie there, then
+            the new ones, and may lie beyond them: rows whose prompts were padded on the left take ``(starts, None)`` in every
+            call. A cache that is a ring takes none.
         cache : KVCache, optional
             The new keys and values are appended to it, and the queries attend to all that it holds then. If anything is wrong
             it is as it was. Such a call keeps nothing for backward. A ring needs a window whose left side is at most its own,
@@ -165,13 +167,14 @@ class MultiHeadAttention(AttentionModule):
         >>> m.forward(np.ones((1, 5, 64)), is_causal=True, transform_qk=rotate).shape
         (1, 5, 64)
         """
-        rules = Rules(mask, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads)
+        rules = Rules(mask, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads,
+                      key_ranges)
         return self._forward(X, rules, need_weights, training, context, cache, transform_qk)
 
     def plan(self, batch_size: int, seq_len: int, *, seq_len_k: int | None = None, is_causal: bool = False,
              offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
-             window: tuple[int | None, int | None] | None = None, softcap: float | None = None, backward: bool = False,
-             num_threads: int | None = None) -> Plan:
+             key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None,
+             softcap: float | None = None, backward: bool = False, num_threads: int | None = None) -> Plan:
         """What the attention of a `forward` on (batch_size, seq_len, d_model) would do; `print` it for a receipt.
 
         Parameters
@@ -182,7 +185,7 @@ class MultiHeadAttention(AttentionModule):
             Lk of a context. Default: no context.
         backward : bool
             Plan the forward and the backward pass together.
-        is_causal, offset, key_padding_lengths, window, softcap, num_threads
+        is_causal, offset, key_padding_lengths, key_ranges, window, softcap, num_threads
             As in `forward`.
 
         Returns
@@ -198,7 +201,8 @@ class MultiHeadAttention(AttentionModule):
         >>> m.plan(1, 1024).layout, m.plan(32, 16).layout
         ('contiguous', 'strided')
         """
-        rules = Rules(None, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads)
+        rules = Rules(None, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads,
+                      key_ranges)
         return self._make_plan(batch_size, seq_len, seq_len_k, rules, backward)
 
     def project_context(self, C: np.ndarray, *, num_threads: int | None = None) -> KVCache:

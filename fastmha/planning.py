@@ -41,7 +41,7 @@ class Plan:
     tile : tuple of int
         (query rows, keys) of one block of scores.
     flops : int
-        Floating-point operations of the products over the pairs that causality, window and padding lengths leave:
+        Floating-point operations of the products over the pairs that causality, window, padding lengths and key ranges leave:
         2 · (D + Dv) a pair forward, 2 · (3 D + 2 Dv) more with `backward`.
     bytes_copied : int
         Bytes of q, k, v (and their like) that are copied before the kernels run.
@@ -160,9 +160,17 @@ def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
 
 
 def pairs(problem: Problem) -> np.ndarray:
-    """(B, Lq) numbers of keys that causality, window and padding lengths leave to each query."""
+    """(B, Lq) numbers of keys that causality, window, padding lengths and key ranges leave to each query."""
+    low, high = _key_ranges(problem)
+    return np.maximum(0, high - low)
+
+
+def _key_ranges(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """(B, Lq) first keys that these leave to each query, and the ends; none where the end is not beyond the first."""
     B, _, _, Lq, Lk, _, _ = problem.shape
     low, high = np.zeros((B, Lq), np.int64), np.full((B, Lq), Lk, np.int64)
+    if problem.key_starts is not None:
+        low = np.maximum(low, problem.key_starts[:, None])
     if problem.key_lengths is not None:
         high = np.minimum(high, problem.key_lengths[:, None])
     left, right = problem.window
@@ -172,7 +180,7 @@ def pairs(problem: Problem) -> np.ndarray:
             low = np.maximum(low, diagonal - left)
         if right is not None:
             high = np.minimum(high, diagonal + right + 1)
-    return np.maximum(0, high - low)
+    return low, high
 
 
 def makespan(items: np.ndarray, threads: int) -> float:
@@ -188,9 +196,12 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     B, H, Hkv, _, _, _, _ = problem.shape
     whole = tiled_whole_heads(problem, threads)
     passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, whole)]
-    if BY_NAME[name] is DECODE:         # any chunk as a whole one; to merge them is next to nothing
+    if BY_NAME[name] is DECODE:         # any chunk with keys to read as a whole one; to merge them is next to nothing
         chunks, heads = passes
-        return [np.full(len(chunks), chunks["keys"].max(initial=0)), np.zeros(len(heads))]
+        low, high = _key_ranges(problem)
+        first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
+        read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
+        return [np.where(read, chunks["keys"].max(initial=0), 0), np.zeros(len(heads))]
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
     costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]

@@ -29,6 +29,7 @@ from .masks import create_padding_mask
 
 Array = NDArray[Any]
 Window = tuple[int | None, int | None]
+Ranges = tuple[ArrayLike | None, ArrayLike | None]
 Fold = Callable[[Array], Array]
 
 
@@ -40,6 +41,7 @@ def removed(
     offset: ArrayLike | None = None,
     key_padding_lengths: ArrayLike | None = None,
     window: Window | None = None,
+    key_ranges: Ranges | None = None,
 ) -> NDArray[np.bool_]:
     """The removed pairs, all kinds together: bool, (B or 1, H or 1, Lq, Lk).
 
@@ -50,6 +52,12 @@ def removed(
         gone = gone | (mask if mask.dtype == bool else mask == -np.inf)
     if key_padding_lengths is not None:
         gone = gone | create_padding_mask(key_padding_lengths, seq_len_k)[:, None, None, :]
+    if key_ranges is not None:
+        starts, ends = key_ranges
+        if starts is not None:
+            gone = gone | (np.arange(seq_len_k) < np.reshape(starts, (-1, 1, 1, 1)))
+        if ends is not None:
+            gone = gone | (np.arange(seq_len_k) >= np.reshape(ends, (-1, 1, 1, 1)))
     if is_causal or window is not None:
         if offset is None and seq_len_q != seq_len_k:
             raise ValueError(
@@ -141,6 +149,7 @@ def attention(
     is_causal: bool = False,
     offset: ArrayLike | None = None,
     key_padding_lengths: ArrayLike | None = None,
+    key_ranges: Ranges | None = None,
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -163,6 +172,8 @@ def attention(
         Default 0 for Lq == Lk; must be given otherwise, if causality or a window needs it.
     key_padding_lengths : ndarray of int (B,)
         Keys from this position on are removed.
+    key_ranges : (starts, ends), each ndarray of int (B,), int or None
+        Keys before the start and from the end on are removed; None = 0 and Lk.
     window : (left, right), each int or None
         Query i may attend i + offset - left <= j <= i + offset + right; None = unbounded.
     scale : float
@@ -183,7 +194,7 @@ def attention(
     """
     q, k, v = _swap(layout, q, k, v)
     lengths = q.shape[2], k.shape[2]
-    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window)
+    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window, key_ranges)
     with np.errstate(all="ignore"):
         scores, _, _ = _scores(q, _per_query_head(k, q.shape[1]), gone, mask, scale, softcap)
         weights, lse = _softmax(scores)
@@ -206,7 +217,7 @@ def attention_weights(
 ) -> Array:
     """The probabilities of `attention`, (B, H, Lq, Lk) in either layout; 0 at removed pairs.
 
-    pairs: is_causal, offset, key_padding_lengths and window, as in `attention`.
+    pairs: is_causal, offset, key_padding_lengths, key_ranges and window, as in `attention`.
     """
     q, k = _swap(layout, q, k)
     gone = removed(q.shape[2], k.shape[2], mask=mask, **pairs)
@@ -227,6 +238,7 @@ def attention_backward(
     is_causal: bool = False,
     offset: ArrayLike | None = None,
     key_padding_lengths: ArrayLike | None = None,
+    key_ranges: Ranges | None = None,
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -241,7 +253,7 @@ def attention_backward(
     grad_out, q, k, v, out = _swap(layout, grad_out, q, k, v, out)
     heads, kv_heads = q.shape[1], k.shape[1]
     lengths = q.shape[2], k.shape[2]
-    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window)
+    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window, key_ranges)
     gone_t = gone.swapaxes(-1, -2)
     k, v = _per_query_head(k, heads), _per_query_head(v, heads)
     with np.errstate(all="ignore"):
@@ -361,7 +373,7 @@ def mha_forward_backward(
     grad_output : ndarray (B, L, d_out)
         Asks for the gradients of ``sum(grad_output * output)``.
     **attention_keywords
-        mask, is_causal, offset, key_padding_lengths, window, scale, softcap, as in `attention`.
+        mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, as in `attention`.
 
     Returns
     -------
@@ -484,6 +496,7 @@ def error_bounds(
     is_causal: bool = False,
     offset: ArrayLike | None = None,
     key_padding_lengths: ArrayLike | None = None,
+    key_ranges: Ranges | None = None,
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -499,7 +512,7 @@ def error_bounds(
         Finite, and exactly what the computation in `dtype` is given; shapes as in `attention_backward`.
     dtype : numpy.float32 or numpy.float64
         If float64, a reference computed in float64 errs as well: two results differ by twice the bound at most.
-    layout, mask, is_causal, offset, key_padding_lengths, window, scale, softcap
+    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap
         As in `attention`.
     algorithm
         Ignored.
@@ -550,7 +563,8 @@ def error_bounds(
     factor = float(scale) if scale is not None else 1 / math.sqrt(D) if D else 1.0
     if factor < 0:
         q, factor = -q, -factor
-    gone = np.broadcast_to(removed(Lq, Lk, mask, is_causal, offset, key_padding_lengths, window), (B, H, Lq, Lk))
+    gone = removed(Lq, Lk, mask, is_causal, offset, key_padding_lengths, window, key_ranges)
+    gone = np.broadcast_to(gone, (B, H, Lq, Lk))
     additive = None if mask is None or mask.dtype == bool else np.where(np.isneginf(mask), 0, mask)
     info = np.finfo(dtype)
     tiny = float(info.tiny)  # what an underflow loses at most

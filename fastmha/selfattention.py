@@ -7,7 +7,7 @@ import numpy as np
 
 from fastmha import validate
 from fastmha.module import AttentionModule
-from fastmha.validate import Rules
+from fastmha.validate import KeyRanges, Rules
 
 _NAMES = validate.MODULE_NAMES | dict.fromkeys(("num_heads", "num_kv_heads"), "fastmha.MultiHeadAttention has several heads") | {
     "head_dim": "it is d_k here, d_v of the values", "kdim": "it is d_k here", "vdim": "it is d_v here"}
@@ -57,7 +57,8 @@ class SelfAttention(AttentionModule):
 
     @validate.own_keywords(validate.FORWARD_NAMES)
     def forward(self, X: np.ndarray, mask: np.ndarray | None = None, *, is_causal: bool = False,
-                key_padding_lengths: np.ndarray | None = None, need_weights: bool = False, training: bool = True) -> Any:
+                key_padding_lengths: np.ndarray | None = None, key_ranges: KeyRanges | None = None, need_weights: bool = False,
+                training: bool = True) -> Any:
         """Attend.
 
         Parameters
@@ -66,7 +67,7 @@ class SelfAttention(AttentionModule):
             Kept by reference for backward.
         mask : array, optional
             (L, L), or 4 axes that broadcast to (B, 1, L, L): bool, True = may not attend, or of the module's dtype, added.
-        is_causal, key_padding_lengths
+        is_causal, key_padding_lengths, key_ranges
             As in `fastmha.attention`.
         need_weights : bool
             Also return the attention weights.
@@ -78,8 +79,8 @@ class SelfAttention(AttentionModule):
         out : (B, L, d_out) array
         weights : (B, 1, L, L) array, with ``need_weights=True``
         """
-        return self._forward(X, Rules(mask, is_causal, None, key_padding_lengths, algorithm=self.algorithm),
-                             need_weights, training)
+        rules = Rules(mask, is_causal, None, key_padding_lengths, algorithm=self.algorithm, key_ranges=key_ranges)
+        return self._forward(X, rules, need_weights, training)
 
     def __repr__(self) -> str:
         return (f"SelfAttention(d_model={self.d_model}, d_k={self.d_k}, d_v={self.d_v}, d_out={self.d_out}, "

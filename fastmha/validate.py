@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from numbers import Integral, Real
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -33,7 +33,9 @@ _MOST_LOOKED_AT = 2**24         # elements of a mask that is looked at in full f
 _HEAD_AXIS = {"BHLD": 1, "BLHD": 2}
 _LENGTH_AXIS = {"BHLD": 2, "BLHD": 1}
 _AXES = {"BHLD": '(B, H, L, D) for layout "BHLD"', "BLHD": '(B, L, H, D) for layout "BLHD"'}
+KEY_RANGES = ("key_ranges[0] (starts)", "key_ranges[1] (ends)")
 _RETURNED = ("out", "lse", "out1", "lse1", "out2", "lse2")      # arguments that attention has made
+KeyRanges: TypeAlias = tuple[int | np.ndarray | None, int | np.ndarray | None]        # starts, ends
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -55,6 +57,7 @@ class Rules(NamedTuple):
     softcap: Any = None
     algorithm: Any = "auto"
     num_threads: Any = None
+    key_ranges: Any = None
 
     def at(self, offset: Any, key_padding_lengths: Any) -> Rules:
         """These rules with another offset and other padding lengths; `_replace` would cost a step of few microseconds more."""
@@ -116,7 +119,8 @@ TEXTBOOK_NAMES = CALL_NAMES | {
     "key_padding_mask": "it is mask=key_padding_mask[:, None, None, :] here (where all operands have 3 axes, [:, None, :] as "
                         "well), True = may NOT attend",
     "need_weights": "the weights are returned always",
-    **dict.fromkeys(("is_causal", "scale", "key_padding_lengths", "window", "softcap"), "fastmha.attention takes it"),
+    **dict.fromkeys(("is_causal", "scale", "key_padding_lengths", "key_ranges", "window", "softcap"),
+                    "fastmha.attention takes it"),
 }
 FORWARD_NAMES = _SHARED_NAMES | {
     "query": "it is X here", "key": "keys and values come from context", "value": "keys and values come from context",
@@ -283,7 +287,7 @@ def heads(name: str, x: Any, layout: str) -> np.ndarray:
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
-    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _ = rules
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges = rules
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout), heads("k", k, layout), heads("v", v, layout)
@@ -338,11 +342,13 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
             raise ValueError(f"offset is given ({short(offset)}) but neither is_causal nor window, which it would shift")
     else:
         offsets = _offsets(offset, B, Lq, Lk)
-    lengths = None
+    starts = lengths = None
     if key_padding_lengths is not None:
         lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
+    if key_ranges is not None:
+        starts, lengths = _within(lengths, *ranges(key_ranges, B, Lk, "Lk"))
     factor, cap = scaling(scale, softcap, D, q.dtype)
-    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, lengths, left, right, factor, cap)
+    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, starts, lengths, left, right, factor, cap)
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
     return problem
 
@@ -495,6 +501,35 @@ def batch_lengths(name: str, lengths: Any, B: int, longest: int, longest_name: s
         at = int(wrong.argmax())
         raise ValueError(f"{name} must lie in [0, {longest_name}] = [0, {longest}], got {short(int(values[at]))} at index {at}")
     return np.array(values, np.int64)
+
+
+def ranges(key_ranges: Any, B: int, most: int, most_name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Starts and ends of the valid keys as (B,) int64 arrays, each from 0 to `most`; None: 0, and to the end."""
+    if not isinstance(key_ranges, (tuple, list)) or len(key_ranges) != 2:
+        raise TypeError("key_ranges must be None or a pair (starts, ends), each a (B,) array of ints, an int or None, got "
+                        f"{short(key_ranges)}")
+    starts, ends = (_range_side(name, side, B, most, most_name) for name, side in zip(KEY_RANGES, key_ranges))
+    if starts is not None and ends is not None and (starts > ends).any():
+        b = int((starts > ends).argmax())
+        raise ValueError(f"key_ranges must have no start beyond its end, got {starts[b]} and {ends[b]} at index {b}")
+    return starts, ends
+
+
+def _range_side(name: str, side: Any, B: int, most: int, most_name: str) -> np.ndarray | None:
+    if side is None:
+        return None
+    if isinstance(side, Integral):
+        return np.full(B, integer(name, side, 0, most, f" = {most_name}"), np.int64)
+    return batch_lengths(name, side, B, most, most_name)
+
+
+def _within(lengths: np.ndarray | None, starts: np.ndarray | None, ends: np.ndarray | None) -> Any:
+    """Key ranges within padding lengths, none with a start beyond its end."""
+    if ends is None:
+        ends = lengths
+    elif lengths is not None:
+        ends = np.minimum(ends, lengths)
+    return starts if starts is None or ends is None else np.minimum(starts, ends), ends
 
 
 def selection(name: str, chosen: Any) -> int | slice | tuple[int, ...] | None:

@@ -397,10 +397,12 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
     FMHA_NAME(backward_layout)(p, mode, FMHA_NAME(scratch_of)(run, worker), &w.m);
     const FMHA_NAME(packed) *packed = &w.m.packed;
     const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
-    ptrdiff_t valid = p->key_length ? p->key_length[b] : p->Lk;
-    int guarded = p->banded || p->key_length || p->bool_mask.data || p->additive_mask.data;     /* else no pair is removed */
+    ptrdiff_t valid0, valid1;
+    fmha_valid_keys(p, b, &valid0, &valid1);
+    /* else no pair is removed */
+    int guarded = p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
     w.q_finite = w.grad_out_finite = 1;
-    w.k_finite = !guarded || FMHA_NAME(all_finite)(valid, p->D, keys, p->k.stride[2]);
+    w.k_finite = !guarded || FMHA_NAME(all_finite)(valid1 - valid0, p->D, keys + valid0 * p->k.stride[2], p->k.stride[2]);
     for (ptrdiff_t h = hkv * group; guarded && h < (hkv + 1) * group; h++) {
         const REAL *q = (const REAL *)p->q.data + b * p->q.stride[0] + h * p->q.stride[1];
         const REAL *g = (const REAL *)run->grad_out.data + b * run->grad_out.stride[0] + h * run->grad_out.stride[1];
@@ -422,8 +424,9 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
             for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
                 if (fmha_pool_stopped()) return;
                 BLOCK(i0);
-                if (mode == FMHA_KEYS || (j == item.j0 && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS);
                 ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+                if (mode == FMHA_KEYS && low >= high) continue;
+                if (mode == FMHA_KEYS || (j == item.j0 && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS);
                 if (low >= high) continue;
                 FMHA_NAME(tile_gradients)(&w, &block, &own, low, high - low,
                                           mode == FMHA_QUERIES ? NULL : w.m.grad_k + (low - j) * width,

@@ -27,7 +27,8 @@ typedef struct {
     int banded;                 /* causal or window: offset, left and right count */
     int64_t left, right;        /* i + offset - left <= j <= i + offset + right */
     const int64_t *offset;      /* (B,), NULL where not banded */
-    const int64_t *key_length;  /* (B,) valid keys, NULL: all */
+    const int64_t *key_start;   /* (B,) the first valid key, NULL: 0 */
+    const int64_t *key_length;  /* (B,) the end of the valid keys, no less than their start, NULL: Lk */
     int stored;                 /* element type of k and v; others than FMHA_SAME: forward of "tiled" and "decode" alone */
     fmha_array q, k, v;
     fmha_array bool_mask;       /* uint8, nonzero = removed */
@@ -171,10 +172,19 @@ static inline double fmha_folded_scale(const fmha_problem *p, int is_double, dou
     return tiny ? p->scale * lift : p->scale;
 }
 
+/* The keys [*j0, *j1) of batch row b that are valid. */
+static inline void fmha_valid_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t *j0, ptrdiff_t *j1)
+{
+    *j0 = p->key_start ? (ptrdiff_t)p->key_start[b] : 0;
+    *j1 = p->key_length ? (ptrdiff_t)p->key_length[b] : p->Lk;
+}
+
 /* The keys [*j0, *j1) that query i of batch row b may attend as far as window, causality and padding say; none if *j1 <= *j0. */
 static inline void fmha_row_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t i, ptrdiff_t *j0, ptrdiff_t *j1)
 {
-    int64_t low = 0, high = p->key_length ? p->key_length[b] : p->Lk;
+    ptrdiff_t first, end;
+    fmha_valid_keys(p, b, &first, &end);
+    int64_t low = first, high = end;
     if (p->banded) {
         int64_t diagonal = (int64_t)i + p->offset[b];
         if (diagonal - p->left > low) low = diagonal - p->left;

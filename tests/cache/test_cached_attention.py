@@ -318,6 +318,7 @@ ERRORS = [
     ({"is_causal": True, "q": np.zeros((B, 2, 7, D))}, ValueError, "q has 7 new queries in row 1 but the cache holds only 4 "
      "tokens there: their keys must have been appended"),
     ({"mask": np.zeros((3, 5), bool)}, ValueError, "mask of shape (3, 5) does not broadcast to (Lq, Lk) = (3, 6)"),
+    ({"key_ranges": ([1, 2, 3], None)}, ValueError, "key_ranges[0] (starts) must have shape (B,) = (2,), got (3,)"),
     ({"window": 3}, TypeError, "window must be None or a pair (left, right) of ints >= 0 or None, got 3"),
     ({"scale": "1"}, TypeError, "scale must be a finite number or None, got '1'"),
     ({"softcap": 0}, ValueError, "softcap must be a finite number > 0 or None, got 0"),
@@ -342,6 +343,8 @@ RING_ERRORS = [
     ({}, "window must have a left side of at most 2, the window of the cache, got None"),
     ({"window": (None, 0)}, "window must have a left side of at most 2, the window of the cache, got (None, 0)"),
     ({"window": (3, None)}, "window must have a left side of at most 2, the window of the cache, got (3, None)"),
+    ({"window": (2, None), "key_ranges": (0, None)},
+     "key_ranges cannot be given with a cache that is a ring, in which keys do not keep their places, got (0, None)"),
     ({"window": (2, None), "mask": np.zeros((2, 4), bool)},
      "mask cannot be laid over a ring whose rows hold different numbers of keys, here [4, 3]"),
     ({"window": (2, None), "q": np.zeros((B, 2, 3, D)), "lengths_new": [3, 1]},

@@ -118,6 +118,49 @@ def test_chunks_through_a_cache_equal_the_whole_sequence(steps, ragged, groups, 
         assert cache.lengths.tolist() == done.tolist()
 
 
+@dtypes
+@pytest.mark.parametrize("chunk", [9, 4])
+@pytest.mark.parametrize("storage", [None, np.float16])
+@pytest.mark.parametrize("rules", [{}, {"window": (4, None), "softcap": 2.0}])
+def test_generation_from_prompts_padded_on_the_left_equals_that_of_each_row_alone(dtype, chunk, storage, rules):
+    """The prompt at once and in chunks, of which the first may hold nothing but padding; then tokens, some rows at rest."""
+    m, prompt = module(dtype), 9
+    starts = np.array([0, 6, 8])
+    X = normal(B, prompt + 4, D_MODEL, dtype=dtype)
+    for b, start in enumerate(starts):
+        X[b, :start] = np.nan
+    keywords, padding = {"is_causal": True, "training": False, **rules}, {"key_ranges": (starts, None)}
+    tolerance = np.float32 if storage else dtype
+    left, own = cache_of(m, dtype=storage or dtype), [cache_of(m, 1, dtype=storage or dtype) for _ in range(B)]
+    found = [m.forward(X[:, i : i + chunk][:, : prompt - i], cache=left, **padding, **keywords)
+             for i in range(0, prompt, chunk)]  # fmt: skip
+    whole = np.concatenate(found, axis=1)
+    for b, start in enumerate(starts):
+        alone = m.forward(X[b : b + 1, start:prompt], cache=own[b], **keywords)
+        assert_close(whole[b : b + 1, start:], alone, tolerance)
+        assert_close(whole[b, :start], np.broadcast_to(m.b_O, (start, D_MODEL)), dtype)
+    for i in range(4):
+        counts = np.array([1, 1, 1]) if i != 2 else np.array([1, 0, 1])
+        new = X[:, prompt + i : prompt + i + 1]
+        y, weights = m.forward(new, cache=left, key_padding_lengths=counts, need_weights=True, **padding, **keywords)
+        for b, start in enumerate(starts):
+            assert not weights[b, :, :, :start].any()
+            if counts[b]:
+                assert_close(y[b : b + 1], m.forward(new[b : b + 1], cache=own[b], **keywords), tolerance)
+
+
+@dtypes
+def test_ranges_over_a_cache_are_those_of_attention_over_its_views(dtype, rng):
+    m = module(dtype)
+    cache, X = cache_of(m), normal(B, 7, D_MODEL, dtype=dtype)
+    m.forward(X, cache=cache, training=False, key_padding_lengths=[7, 5, 2])
+    q = rng.standard_normal((B, HEADS, 1, 6)).astype(dtype)
+    for ranges in (([0, 3, 7], None), (1, [7, 6, 4]), (None, 20), ([2, 9, 0], [6, 10, 0])):
+        cut = tuple(side if side is None else np.minimum(side, 7) for side in ranges)
+        wanted = fastmha.attention(q, cache.k, cache.v, key_padding_lengths=cache.lengths, key_ranges=cut)
+        assert same_bits(cache.attend(q, key_ranges=ranges), wanted)
+
+
 @pytest.mark.parametrize("step", [1, 2, 5])
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_the_mask_and_the_weights_span_all_keys(step, kind):
@@ -232,6 +275,14 @@ ERRORS = [
     ({"context": KVCache(3, 2, 6)}, ValueError, "context and cache cannot be given together"),
     ({"key_padding_lengths": [1, 2, 4]}, ValueError, "key_padding_lengths must lie in [0, L] = [0, 3], got 4 at index 2"),
     ({"key_padding_lengths": [1, 2]}, ValueError, "key_padding_lengths must have shape (B,) = (3,), got (2,)"),
+    ({"key_ranges": ([0, -1, 0], None)}, ValueError,
+     "key_ranges[0] (starts) must lie in [0, the longest possible] = [0, 2147483583], got -1 at index 1"),
+    ({"key_ranges": (None, 2**31)}, ValueError,
+     "key_ranges[1] (ends) must be at most 2147483583 = the longest possible, got 2147483648"),
+    ({"key_ranges": (9, 8)}, ValueError, "key_ranges must have no start beyond its end, got 9 and 8 at index 0"),
+    ({"key_ranges": 3}, TypeError, "key_ranges must be None or a pair (starts, ends), each ... got 3"),
+    ({"cache": KVCache(3, 2, 6, window=4), "window": (4, 0), "key_ranges": (1, None)}, ValueError,
+     "key_ranges cannot be given with a cache that is a ring, in which keys do not keep their places, got (1, None)"),
     ({"mask": np.zeros((3, 3), bool)}, ValueError, "mask of shape (3, 3) does not broadcast to (Lq, Lk) = (3, 7)"),
     ({"mask": np.zeros((3, 7))}, TypeError, "mask must be bool ... got float64"),
     ({"X": X3[:, :, :5]}, ValueError, "X has width 5 on axis 2 but the module has d_model 24"),
@@ -417,6 +468,16 @@ def test_projecting_a_context_checks_it():
         module().project_context(normal(B, 7, 5))
     with raises(ValueError, "num_threads must be at least 1, got 0"):
         module().project_context(normal(B, 7, D_MODEL), num_threads=0)
+
+
+def test_ranges_of_a_context_are_those_of_the_keys_that_it_was_projected_from():
+    m, X, C = module(), normal(B, 2, D_MODEL), normal(B, 7, D_MODEL, seed=2)
+    for ranges in (([0, 6, 7], None), (2, [7, 2, 5])):
+        for lengths in (None, [7, 6, 3]):
+            rules = {"key_ranges": ranges, "key_padding_lengths": lengths}
+            assert_close(m.forward(X, context=m.project_context(C), **rules), m.forward(X, context=C, **rules))
+    with raises(ValueError, "key_ranges[0] (starts) must lie in [0, Lk] = [0, 7], got 8 at index 1"):
+        m.forward(X, context=m.project_context(C), key_ranges=([1, 8, 2], None))
 
 
 def test_padding_lengths_of_a_context_are_checked():

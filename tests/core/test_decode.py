@@ -116,6 +116,8 @@ RULES = {
     "window": {"window": (70, 5), "offset": np.array([60, 515, -3])},
     "window beyond the keys": {"window": (2, 1), "offset": np.array([-9, 2000, 529])},
     "padding": {"key_padding_lengths": np.array([LK, 0, 65])},
+    "padding on the left": {"key_ranges": (np.array([LK - 1, 0, 65]), None)},
+    "ranges": {"key_ranges": ([256, 511, 513], np.array([512, 513, 513]))},
     "everything": {
         "key_padding_lengths": [513, 64, 0],
         "is_causal": True,
@@ -123,6 +125,14 @@ RULES = {
         "offset": np.array([512, 40, 7]),
         "softcap": 2.5,
         "scale": -0.7,
+    },
+    "everything within ranges": {
+        "key_ranges": ([255, 41, 1], 520),
+        "key_padding_lengths": [513, 64, 7],
+        "is_causal": True,
+        "window": (300, None),
+        "offset": np.array([512, 40, 7]),
+        "softcap": 2.5,
     },
 }
 

@@ -134,7 +134,7 @@ def rules_of(n, B, H, Lq, Lk, dtype, rng):
         {"mask": additive[0, 0], "is_causal": True, "offset": 2},
         {"key_padding_lengths": rng.integers(0, Lk + 1, B)},
         {"window": (3, 1), "offset": Lk - Lq},
-        {"softcap": 2.0},
+        {"softcap": 2.0, "key_ranges": ([Lk // 2, 0][:B], None)},
         {"mask": gone[0, 0], "key_padding_lengths": rng.integers(0, Lk + 1, B), "softcap": 2.0},
     )
     return kinds[n % len(kinds)]
@@ -214,6 +214,40 @@ def test_attention_around_the_edges_of_tiles_and_chunks_stays_inside(isa, dtype,
     for n, (Lq, Lk) in enumerate(lengths):
         case(rng, Guard(kind), n, 2, 1, Lq, Lk, 5, 7, dtype, "BHLD", n % 2 == 1)
         case(rng, Guard(kind), n + 3, 3, 1, Lq, Lk, 16, 8, dtype, "BLHD", n % 2 == 0)
+
+
+@dtypes
+@pytest.mark.parametrize("start", [512, 513, 640, 767])
+def test_blocks_of_keys_before_the_start_of_a_range_are_not_read(isa, dtype, start, rng):
+    """The first 512 keys and values lie in pages that may not be touched."""
+    q, g = (rng.standard_normal((1, 2, 3, 16)).astype(dtype) for _ in range(2))
+    kv = []
+    for _ in range(2):
+        memory = Pages().memory
+        x = np.frombuffer(memory, dtype, 770 * 16, PAGE).reshape(1, 1, 770, 16)
+        x[...] = rng.standard_normal(x.shape)
+        kv.append((memory, x, x.copy()))
+    k, v = (x for _, x, _ in kv)
+    rules = {"key_ranges": (start, None)}, {"key_ranges": (start, 768), "is_causal": True, "offset": 760}
+    calls = [{"algorithm": name, **keywords} for name in ("tiled", "blas", "decode") for keywords in rules]
+    wanted = [both(q, *(x for _, _, x in kv), g, **keywords) for keywords in calls]
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for _, x, _ in kv:
+        assert protect(x.ctypes.data, 512 * 16 * x.itemsize // PAGE * PAGE, 0) == 0
+    found = [both(q, k, v, g, **keywords) for keywords in calls]
+    for _, x, _ in kv:
+        assert protect(x.ctypes.data, 512 * 16 * x.itemsize // PAGE * PAGE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    for results, expected in zip(found, wanted, strict=True):
+        for x, y in zip(results, expected, strict=True):
+            assert same_bits(x, y)
+
+
+def both(q, k, v, g, algorithm, **keywords):
+    """out, lse and the gradients, where the algorithm has some."""
+    if algorithm == "decode":
+        return fastmha.attention(q, k, v, algorithm=algorithm, return_lse=True, **keywords)
+    return run(fastmha, q, k, v, g, algorithm=algorithm, **keywords)
 
 
 # --------------------------------------------------------------------------------------------- products and row kernels

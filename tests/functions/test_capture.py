@@ -101,6 +101,8 @@ BANDS = {
     "window without limits": {"window": (None, None), "offset": 3},
     "offset at its limit": {"window": (None, 0), "offset": 2**59},
     "padding": {"key_padding_lengths": np.array([LK, 5, 0])},
+    "padding on the left": {"key_ranges": (np.array([LK, 5, 0]), None)},
+    "ranges, causal": {"key_ranges": (3, [LK, 20, 3]), "is_causal": True, "offset": 5},
     "padding, causal, window": {"key_padding_lengths": [3, 17, 40], "is_causal": True, "window": (9, None), "offset": 8},
 }
 

@@ -340,6 +340,72 @@ SHARED = {
         ValueError,
         r"key_padding_lengths must have shape \(B,\) = \(2,\), got \(\)",
     ),
+    # key ranges
+    "ranges no pair": (
+        {"key_ranges": [1, 2, 3]},
+        TypeError,
+        r"^key_ranges must be None or a pair \(starts, ends\), each a \(B,\) array of ints, an int or None, got \[1, 2, 3\]$",
+    ),
+    "ranges one array": (
+        {"key_ranges": zeros(2, B, dtype=int)},
+        TypeError,
+        r"key_ranges must be None or a pair \(starts, ends\), each .*, got array\(",
+    ),
+    "ranges crossed": (
+        {"key_ranges": ([0, 4], [6, 3])},
+        ValueError,
+        r"^key_ranges must have no start beyond its end, got 4 and 3 at index 1$",
+    ),
+    "ranges crossed, of numbers": (
+        {"key_ranges": (2, 1)},
+        ValueError,
+        r"key_ranges must have no start beyond its end, got 2 and 1 at index 0",
+    ),
+    "starts beyond the keys": (
+        {"key_ranges": ([0, 7], None)},
+        ValueError,
+        r"^key_ranges\[0\] \(starts\) must lie in \[0, Lk\] = \[0, 6\], got 7 at index 1$",
+    ),
+    "ends negative": (
+        {"key_ranges": (None, [-1, 3])},
+        ValueError,
+        r"key_ranges\[1\] \(ends\) must lie in \[0, Lk\] = \[0, 6\], got -1 at index 0",
+    ),
+    "starts beyond 64 bits": (
+        {"key_ranges": ([0, 2**70], None)},
+        ValueError,
+        r"key_ranges\[0\] \(starts\) must lie in \[0, Lk\] = \[0, 6\], got 1180591620717411303424 at index 1",
+    ),
+    "one start beyond the keys": (
+        {"key_ranges": (7, None)},
+        ValueError,
+        r"^key_ranges\[0\] \(starts\) must be at most 6 = Lk, got 7$",
+    ),
+    "one end negative": (
+        {"key_ranges": (None, np.int64(-1))},
+        ValueError,
+        r"^key_ranges\[1\] \(ends\) must be at least 0, got -1$",
+    ),
+    "one start a truth value": (
+        {"key_ranges": (True, None)},
+        TypeError,
+        r"^key_ranges\[0\] \(starts\) must be an integer, got True$",
+    ),
+    "one end a float": (
+        {"key_ranges": (None, 3.0)},
+        TypeError,
+        r"^key_ranges\[1\] \(ends\) must be integers, got dtype float64$",
+    ),
+    "starts floats": (
+        {"key_ranges": ([1.0, 2.0], None)},
+        TypeError,
+        r"key_ranges\[0\] \(starts\) must be integers, got dtype float64",
+    ),
+    "starts of another batch": (
+        {"key_ranges": ([1, 2, 3], None)},
+        ValueError,
+        r"key_ranges\[0\] \(starts\) must have shape \(B,\) = \(2,\), got \(3,\)",
+    ),
     # numbers
     "scale NaN": ({"scale": math.nan}, ValueError, r"scale must be a finite number or None, got nan"),
     "scale infinite": ({"scale": np.float32(np.inf)}, ValueError, r"scale must be a finite number or None, got .*inf"),
@@ -502,6 +568,11 @@ def test_out_that_overlaps_offsets_or_lengths():
         lambda: fastmha.attention(x, x, x, key_padding_lengths=buffer[:2].view(np.int64), out=out),
         ValueError,
         r"out overlaps key_padding_lengths in memory",
+    )
+    fails(
+        lambda: fastmha.attention(x, x, x, key_ranges=(buffer[:2].view(np.int64), 3), out=out),
+        ValueError,
+        r"out overlaps key_ranges\[0\] \(starts\) in memory",
     )
 
 

@@ -38,11 +38,21 @@ KINDS = {
     "causal with empty rows": lambda rng, dtype: {"is_causal": True, "offset": np.array([-3, 0])},
     "window": lambda rng, dtype: {"window": (2, 1), "offset": np.array([1, 4])},
     "padding": lambda rng, dtype: {"key_padding_lengths": np.array([6, 0])},
+    "padding on the left": lambda rng, dtype: {"key_ranges": ([6, 13], None)},
+    "ranges": lambda rng, dtype: {"key_ranges": (np.array([1, 4]), [7, 13])},
     "everything": lambda rng, dtype: {
         "mask": boolean(rng),
         "is_causal": True,
         "offset": 4,
         "window": (6, None),
+        "key_padding_lengths": [12, 9],
+    },
+    "everything within ranges": lambda rng, dtype: {
+        "mask": boolean(rng),
+        "is_causal": True,
+        "offset": 4,
+        "window": (6, None),
+        "key_ranges": ([1, 4], 11),
         "key_padding_lengths": [12, 9],
     },
 }

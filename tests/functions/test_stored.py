@@ -114,6 +114,7 @@ def rules(dtype, rng):
         "causal, an offset per batch row": {"is_causal": True, "offset": np.array([0, 400])},
         "window": {"window": (70, 3), "offset": np.array([3, 520])},
         "lengths": {"key_padding_lengths": np.array([193, 0])},
+        "ranges": {"key_ranges": (np.array([257, 1]), np.array([530, 400]))},
         "bool": {"mask": gone},
         "bool of keys": {"mask": gone[:, :1, :1]},
         "additive": {"mask": np.where(gone, -np.inf, rng.standard_normal(gone.shape)).astype(dtype)},

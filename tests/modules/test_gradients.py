@@ -63,6 +63,7 @@ MASKS = {
     "causal": {"is_causal": True},
     "padding": {"key_padding_lengths": np.array([4, 2])},
     "causal and padding": {"is_causal": True, "key_padding_lengths": np.array([4, 2])},
+    "padding on the left": {"is_causal": True, "key_ranges": (np.array([1, 2]), None)},
 }
 MORE = {
     "softcap": {"softcap": 0.8},
@@ -224,6 +225,8 @@ FUNCTIONS = {
     "window to the right": {"window": (None, 0), "offset": 1},
     "padding": {"key_padding_lengths": np.array([5, 2])},
     "a row without keys": {"key_padding_lengths": np.array([5, 0])},
+    "key ranges": {"key_ranges": (np.array([1, 3]), np.array([4, 5]))},
+    "padding on the left, causal": {"key_ranges": ([2, 0], None), "is_causal": True, "offset": 2},
     "bool, two axes": {"mask": normal(L, LK, seed=4) > 0.5},
     "bool, per head": {"mask": normal(B, 4, L, LK, seed=5) > 0.5},
     "bool, keys alone": {"mask": normal(B, 1, 1, LK, seed=6) > 0.5},

@@ -279,6 +279,7 @@ MASKS = {
     "window, offset per batch row": {"window": (1, 1), "offset": np.array([1, 0, -1])},
     "softcap": {"softcap": 0.7},
     "padding": {"key_padding_lengths": np.array([6, 2, 0])},
+    "padding on the left": {"is_causal": True, "key_ranges": (np.array([0, 4, 6]), None)},
     "all together": {
         "mask": ADDITIVE, "is_causal": True, "offset": np.array([1, 0, 2]), "window": (3, None), "softcap": 2.0,
         "key_padding_lengths": np.array([6, 4, 5]),
@@ -314,6 +315,7 @@ CROSS = {
     "causal": {"is_causal": True, "offset": LK - L},
     "window, offset per batch row": {"window": (2, 2), "offset": np.array([3, 0, 1])},
     "padding": {"key_padding_lengths": np.array([9, 4, 1])},
+    "key ranges": {"key_ranges": (np.array([0, 4, 8]), np.array([1, 4, 9]))},
     "additive": {"mask": normal(B, HEADS, L, LK, seed=3)},
 }
 

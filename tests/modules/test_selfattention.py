@@ -21,6 +21,7 @@ MASKS = {
     "causal": {"is_causal": True},
     "padding": {"key_padding_lengths": np.array([6, 3, 0])},
     "causal and padding": {"is_causal": True, "key_padding_lengths": np.array([6, 3, 1])},
+    "causal, padding on the left": {"is_causal": True, "key_ranges": (np.array([0, 3, 6]), None)},
     "bool, two axes": {"mask": BLOCKED},
     "bool, four axes": {"mask": np.random.default_rng(5).random((B, 1, L, L)) < 0.3},
     "additive": {"mask": np.random.default_rng(6).standard_normal((L, L))},

@@ -181,7 +181,7 @@ def test_the_declared_dependencies_are_numpy_and_scipy():
 # -------------------------------------------------------------------------------------------------------- public names
 
 SIZES = "batch_size seq_len d_model n_heads"
-MASKING = "mask is_causal offset key_padding_lengths window"
+MASKING = "mask is_causal offset key_padding_lengths key_ranges window"
 FUNCTIONS = {
     "attention": f"q k v * layout {MASKING} scale softcap algorithm return_lse out capture num_threads",
     "attention_backward": f"grad_out q k v out lse * layout {MASKING} scale softcap algorithm num_threads",
@@ -204,8 +204,8 @@ FUNCTIONS = {
     "show_config": "",
     "MultiHeadAttention": "d_model num_heads * num_kv_heads use_bias dtype layout algorithm rng",
     "MultiHeadAttention.forward": (
-        "self X mask * context is_causal offset key_padding_lengths window softcap cache need_weights training num_threads "
-        "transform_qk"
+        "self X mask * context is_causal offset key_padding_lengths key_ranges window softcap cache need_weights training "
+        "num_threads transform_qk"
     ),
     "MultiHeadAttention.backward": "self grad_output",
     "MultiHeadAttention.project_context": "self C * num_threads",
@@ -216,10 +216,10 @@ FUNCTIONS = {
     "KVCache.reorder": "self indices",
     "KVCache.reset": "self",
     "KVCache.attend": (
-        "self q * lengths_new mask is_causal window scale softcap algorithm return_lse need_weights num_threads"
+        "self q * lengths_new mask is_causal key_ranges window scale softcap algorithm return_lse need_weights num_threads"
     ),
     "SelfAttention": "d_model d_k d_v d_out * use_bias dtype rng",
-    "SelfAttention.forward": "self X mask * is_causal key_padding_lengths need_weights training",
+    "SelfAttention.forward": "self X mask * is_causal key_padding_lengths key_ranges need_weights training",
     "SelfAttention.backward": "self grad_output",
     "analysis.count_flops": f"{SIZES} * n_kv_heads d_k d_v seq_len_k is_causal window backward",
     "analysis.count_memory_bytes": f"{SIZES} dtype * n_kv_heads d_k d_v algorithm backward",
@@ -254,8 +254,8 @@ def test_public_functions_take_their_arguments_in_this_order(path):
 
 DEFAULTS = {
     "attention": {
-        "layout": "BHLD", "mask": None, "is_causal": False, "offset": None, "key_padding_lengths": None, "window": None,
-        "scale": None, "softcap": None, "algorithm": "auto", "return_lse": False, "out": None, "capture": None,
+        "layout": "BHLD", "mask": None, "is_causal": False, "offset": None, "key_padding_lengths": None, "key_ranges": None,
+        "window": None, "scale": None, "softcap": None, "algorithm": "auto", "return_lse": False, "out": None, "capture": None,
         "num_threads": None,
     },
     "Capture": {"heads": None, "rows": None, "reduce": None},
@@ -265,8 +265,9 @@ DEFAULTS = {
         "rng": None,
     },
     "MultiHeadAttention.forward": {
-        "mask": None, "context": None, "is_causal": False, "offset": None, "key_padding_lengths": None, "window": None,
-        "softcap": None, "cache": None, "need_weights": False, "training": True, "num_threads": None, "transform_qk": None,
+        "mask": None, "context": None, "is_causal": False, "offset": None, "key_padding_lengths": None,
+        "key_ranges": None, "window": None, "softcap": None, "cache": None, "need_weights": False, "training": True,
+        "num_threads": None, "transform_qk": None,
     },
     "KVCache": {"v_head_dim": None, "capacity": None, "dtype": np.float32, "window": None, "max_chunk": None},
     "KVCache.append": {"lengths": None},
