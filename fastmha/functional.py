@@ -106,8 +106,8 @@ def attention(
     -----
     Where (i, j) is removed, nothing in k or v at j changes a bit of row i of the output, not even NaN or Inf.
 
-    Blocks of keys wholly outside a row's key range take no time. Blocks are counted from key 0, so that a row's result equals
-    that over the keys of its range alone, ``k[:, :, start:end]``, to rounding and not to the bit.
+    Blocks of keys wholly outside a row's key range are skipped. They are counted from key 0, so that a row's result equals that
+    over the keys of its range alone, ``k[:, :, start:end]``, to rounding and not to the bit.
 
     Numbers below the smallest normal one of the dtype count as 0, but for rows of the output that are as small throughout.
 

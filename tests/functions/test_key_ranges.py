@@ -75,6 +75,14 @@ def test_ranges_and_lengths_leave_what_both_leave(dtype, algorithm, layout, rng)
     assert np.isneginf(found[1][2:]).all()
 
 
+@algorithms
+@support.ill_scaled
+def test_scores_of_every_size(isa, algorithm, kind, rng):
+    arrays = support.draw_ill_scaled(kind, rng, 2, 4, 2, 70, 210)
+    check(*arrays, key_ranges=([193, 3], [210, 190]), algorithm=algorithm)
+    check(*arrays, key_ranges=([5, 208], None), is_causal=True, offset=140, algorithm=algorithm)
+
+
 LENGTHS = st.one_of(st.integers(1, 200), st.sampled_from([1, 2, 63, 64, 65, 191, 192, 193, 200]))
 KINDS = ("none", "bool", "bool of keys", "additive", "additive of two axes")
 
@@ -247,6 +255,13 @@ def test_the_balance_knows_the_work_that_ranges_leave():
         assert plan(64, 512, **tiled).balance == pytest.approx(1)
         assert plan(64, 512, key_ranges=([512, 0], None), backward=algorithm == "blas", **tiled).balance == pytest.approx(1)
         assert plan(64, 512, key_ranges=([511, 0], None), **{**tiled, "num_threads": 3}).balance < 0.68
+
+
+def test_a_module_plans_with_ranges():
+    m = fastmha.MultiHeadAttention(16, 2, rng=0)
+    left = m.plan(3, 40, key_ranges=([0, 30, 40], None), is_causal=True)
+    assert left.flops == 2 * 2 * (8 + 8) * (40 * 41 // 2 + 10 * 11 // 2)
+    assert m.plan(3, 5, seq_len_k=40, key_ranges=(30, 35)).flops == 2 * 2 * (8 + 8) * 3 * 5 * 5
 
 
 def test_the_choice_of_an_algorithm_does_not_look_at_ranges():
