@@ -136,7 +136,7 @@ class AttentionModule:
         return columns.stop - columns.start
 
     def _own_widths(self) -> dict[str, int]:
-        """The widths that a caller has named beside d_model."""
+        """The widths that do not follow from d_model, by the caller's names."""
         return {}
 
     def _names(self) -> tuple[str, ...]:
@@ -266,10 +266,10 @@ class AttentionModule:
         if not isinstance(C, tuple):
             if self._kdim != self._vdim:
                 came = f"an array of shape {C.shape}" if isinstance(C, np.ndarray) else type(C).__name__
-                raise ValueError(f"{name} must be a pair (keys, values) of arrays of widths {self._kv_widths()}, got {came}")
+                raise ValueError(f"{name} must be a tuple (keys, values) of arrays of widths {self._kv_widths()}, got {came}")
             return (self._input(name, C, self._kdim, "kdim" if self._W_context else "d_model"),)
         if len(C) != 2:
-            raise ValueError(f"{name} must be an array or a pair (keys, values) of arrays, got a tuple of {len(C)}")
+            raise ValueError(f"{name} must be an array or a tuple (keys, values) of arrays, got a tuple of {len(C)}")
         of_keys, of_values = f"{name}[0] (keys)", f"{name}[1] (values)"
         keys, values = self._input(of_keys, C[0], self._kdim, "kdim"), self._input(of_values, C[1], self._vdim, "vdim")
         for axis, what in ((0, "batch size"), (1, "length")):
@@ -304,16 +304,14 @@ class AttentionModule:
             if self._W_context:
                 raise ValueError(f"seq_len_k must be given: keys and values come from a context with {self._kv_widths()}, X has "
                                  f"d_model {self.d_model}")
-            sources = 1
+            lengths = [L]
         else:
-            seq_len_k = validate.length("seq_len_k", seq_len_k)
-            sources = 2 if self._kdim == self._vdim else 3
-        together = _TOGETHER[sources]
-        q, k, v = self._heads([self._buffer(B, L if letters[0] == "Q" else seq_len_k, letters) for letters in together])
+            lengths = [L, validate.length("seq_len_k", seq_len_k)]
+        q, k, v = self._heads([self._buffer(B, n, letters) for n, letters in zip(lengths, _TOGETHER[len(lengths)])])
         problem = validate.attention_problem(q, k, v, "BHLD", rules)
         backward = validate.flag("backward", backward)
         return make_plan(problem, algorithms.for_backward(rules.algorithm) if backward else rules.algorithm,
-                         threads.resolve(rules.num_threads), backward, self._layout(L if seq_len_k is None else seq_len_k))
+                         threads.resolve(rules.num_threads), backward, self._layout(lengths[-1]))
 
     def _forward(self, X: Any, rules: Rules, need_weights: Any, training: Any, context: Any = None, cache: Any = None,
                  transform_qk: Any = None) -> Any:

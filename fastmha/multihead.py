@@ -212,7 +212,7 @@ class MultiHeadAttention(AttentionModule):
         batch_size, seq_len : int
             B and L.
         seq_len_k : int, optional
-            Lk of a context. Default: no context. Where kdim is vdim, that of one array.
+            Lk of a context. Default: no context.
         backward : bool
             Plan the forward and the backward pass together.
         is_causal, offset, key_padding_lengths, window, softcap, num_threads
