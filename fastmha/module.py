@@ -5,6 +5,9 @@
     attention --> concat (B, L, H·Dv), each head written where it belongs: nothing is merged
     concat --W_O--> output (B, L, d_out)
 
+A context has its own product, K|V, or two where keys and values come from two arrays. W_K and W_V of its widths are held beside
+W_Q: as one where they have one width.
+
 The backward pass mirrors it: the attention's gradients are written into one buffer laid out like `projected`, so that
 that one product gives the gradient of the fused weights and one the sum of the three input gradients.
 
@@ -14,7 +17,7 @@ context stands for keys and values that were projected before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,12 +31,15 @@ from fastmha.cached import converted
 from fastmha.planning import Plan, choose, choose_layout, make_plan
 from fastmha.validate import Rules
 
-_AXES = "(B, L, d_model)"
+# what is projected together from X alone, from X and a context, from X, keys and values: by the number of arrays
+_TOGETHER = ((), ("QKV",), ("Q", "KV"), ("Q", "K", "V"))
+_BIASES: dict[bool | str, tuple[str, ...]] = {
+    False: (), True: ("b_Q", "b_K", "b_V", "b_O"), "qkv": ("b_Q", "b_K", "b_V"), "out": ("b_O",)}
 _MOST_BYTES = 2**47     # of one array: what a process can address
 
 
 class Parameter:
-    """A weight or bias by name: reading gives a view of the fused array, assigning copies into it."""
+    """A weight or bias by name: reading gives a view of the array that holds it, assigning copies into it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -62,10 +68,9 @@ class Gradient:
 class _Kept:
     """What one training forward leaves for backward."""
 
-    X: np.ndarray                       # (B, L, d_model)
-    context: np.ndarray | None          # (B, Lk, d_model)
+    sources: tuple[np.ndarray, ...]     # (X,), or with a context (X, C) or (X, keys, values): (B, L, width)
     problem: Problem                    # its q, k, v are views of projected
-    projected: tuple[np.ndarray, ...]   # (Q|K|V,), or with a context (Q, K|V): (B, L, columns), or heads (B, heads, L, D)
+    projected: tuple[np.ndarray, ...]   # (Q|K|V,), (Q, K|V) or (Q, K, V): (B, L, columns), or heads (B, heads, L, D)
     concat: np.ndarray                  # (B, L, H·Dv)
     lse: np.ndarray                     # (B, H, L)
     weights: np.ndarray | None
@@ -87,47 +92,80 @@ class AttentionModule:
     grad_W_Q, grad_W_K, grad_W_V, grad_W_O = Gradient(), Gradient(), Gradient(), Gradient()
     grad_b_Q, grad_b_K, grad_b_V, grad_b_O = Gradient(), Gradient(), Gradient(), Gradient()
 
-    def __init__(self, d_model: int, H: int, Hkv: int, D: int, Dv: int, d_out: int, use_bias: bool, dtype: Any,
-                 layout: str, algorithm: str, rng: Any) -> None:
+    def __init__(self, d_model: int, H: int, Hkv: int, D: int, Dv: int, d_out: int, use_bias: bool | str, dtype: Any,
+                 layout: str, algorithm: str, rng: Any, kdim: int | None = None, vdim: int | None = None) -> None:
         self.d_model, self.use_bias, self.layout, self.algorithm = d_model, use_bias, layout, algorithm
         self.dtype = _float_type(dtype)
         generator = _generator(rng)
         self._H, self._Hkv, self._D, self._Dv, self._d_out = H, Hkv, D, Dv, d_out
-        widths = (H * D, Hkv * D, Hkv * Dv)
-        ends = np.cumsum((0, *widths)).tolist()
-        if max(d_model * ends[3], H * Dv * d_out) * self.dtype.itemsize > _MOST_BYTES:
-            raise ValueError(f"d_model {d_model} makes weights ({d_model}, {ends[3]}) and ({H * Dv}, {d_out}): beyond any memory")
-        self._columns = {letter: slice(ends[i], ends[i + 1]) for i, letter in enumerate("QKV")}
-        self._W_in, self._W_out = np.empty((d_model, ends[3]), self.dtype), np.empty((H * Dv, d_out), self.dtype)
-        self._b_in = np.zeros(ends[3], self.dtype) if use_bias else None
-        self._b_out = np.zeros(d_out, self.dtype) if use_bias else None
+        self._kdim, self._vdim = d_model if kdim is None else kdim, d_model if vdim is None else vdim
+        self._columns = self._side_by_side()
+        rows = {"QKV": d_model, "Q": d_model, "KV": self._kdim, "K": self._kdim, "V": self._vdim}
+        together = _TOGETHER[1 if self._kdim == self._vdim == d_model else 2 if self._kdim == self._vdim else 3]
+        shapes = [(rows[letters], self._width(letters)) for letters in together]
+        if max(m * n for m, n in [*shapes, (H * Dv, d_out)]) * self.dtype.itemsize > _MOST_BYTES:
+            named = [f"d_model {d_model}", *(f"{name} {n}" for name, n in self._own_widths().items())]
+            raise ValueError(f"{_listed(named)} make{'s' * (len(named) == 1)} weights {_listed([*shapes, (H * Dv, d_out)])}: "
+                             "beyond any memory")
+        # Q|K|V; or Q, and by their letters K|V, or K and V
+        self._W_in, *others = (np.empty(shape, self.dtype) for shape in shapes)
+        self._W_context: dict[str, np.ndarray] = dict(zip(together[1:], others))
+        self._W_out = np.empty((H * Dv, d_out), self.dtype)
+        self._b_in = np.zeros(self._width("QKV"), self.dtype) if "b_Q" in _BIASES[use_bias] else None
+        self._b_out = np.zeros(d_out, self.dtype) if "b_O" in _BIASES[use_bias] else None
         self._grads: dict[str, np.ndarray] = {}
         self._kept: _Kept | str | None = None       # a str says why nothing is kept
         self._frozen = False
-        self._packed: tuple[np.ndarray, np.ndarray] | None = None       # W_in and W_out as the kernels' own product reads them
-        self.grad_context: np.ndarray | None = None
+        # W_in, W_out and those of W_context as the kernels' own product reads them
+        self._packed: tuple[np.ndarray, ...] | None = None
+        self.grad_context: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None
         for name in ("W_Q", "W_K", "W_V", "W_O"):
             view = self._view(name)
             view[...] = generator.standard_normal(view.shape) * math.sqrt(2 / sum(view.shape))
 
     # ------------------------------------------------------------------------------------------------- parameters
 
-    def _names(self) -> tuple[str, ...]:
-        names = ("W_Q", "W_K", "W_V", "W_O")
-        return (*names, "b_Q", "b_K", "b_V", "b_O") if self.use_bias else names
+    def _side_by_side(self) -> dict[str, slice]:
+        """The columns of Q, K and V, and of those that are projected together, in a row of Q|K|V."""
+        ends = np.cumsum((0, self._H * self._D, self._Hkv * self._D, self._Hkv * self._Dv)).tolist()
+        start, end = dict(zip("QKV", ends)), dict(zip("QKV", ends[1:]))
+        return {letters: slice(start[letters[0]], end[letters[-1]]) for letters in ("Q", "K", "V", "KV", "QKV")}
 
-    def _part(self, arrays: dict[str, np.ndarray | None], name: str) -> Any:
-        kind, letter = name.split("_")
-        array = arrays[kind + ("_out" if letter == "O" else "_in")]
-        return array if letter == "O" or array is None else array[..., self._columns[letter]]
+    def _width(self, letters: str) -> int:
+        columns = self._columns[letters]
+        return columns.stop - columns.start
+
+    def _own_widths(self) -> dict[str, int]:
+        """The widths that do not follow from d_model, by the caller's names."""
+        return {}
+
+    def _names(self) -> tuple[str, ...]:
+        return ("W_Q", "W_K", "W_V", "W_O", *_BIASES[self.use_bias])
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """What holds the parameters: W_in, W_out, b_in and b_out, and W_KV, or W_K and W_V, where W_in is W_Q alone."""
+        arrays = {"W_in": self._W_in, "W_out": self._W_out, "b_in": self._b_in, "b_out": self._b_out,
+                  **{f"W_{letters}": W for letters, W in self._W_context.items()}}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def _part(self, arrays: dict[str, np.ndarray], name: str) -> Any:
+        """The parameter of that name in what holds them, or its gradient; also "W_KV", "b_QKV". None: there is none."""
+        kind, letters = name.split("_")
+        array = arrays.get(f"{kind}_out" if letters == "O" else name)
+        if array is not None or letters == "O":
+            return array
+        columns, held = self._columns[letters], "in"
+        if kind == "W" and "W_KV" in arrays and letters in "KV":
+            q_end = self._columns["Q"].stop
+            columns, held = slice(columns.start - q_end, columns.stop - q_end), "KV"
+        array = arrays.get(f"{kind}_{held}")
+        return None if array is None else array[..., columns]
 
     def _view(self, name: str) -> Any:
-        return self._part({"W_in": self._W_in, "W_out": self._W_out, "b_in": self._b_in, "b_out": self._b_out}, name)
+        return self._part(self._arrays(), name)
 
     def _gradient(self, name: str) -> Any:
-        if not self._grads or (name[0] == "b" and not self.use_bias):
-            return None
-        return self._part(dict(self._grads), name)
+        return self._part(self._grads, name) if self._grads else None
 
     def _assign(self, values: dict[str, Any]) -> None:
         """Copy values into the named parameters: all of them, or none if one is wrong."""
@@ -137,17 +175,18 @@ class AttentionModule:
         for name, value in values.items():
             view = self._view(name)
             if view is None:
-                raise ValueError(f"{name} cannot be assigned: the module has no biases (use_bias=False)")
+                raise ValueError(f"{name} cannot be assigned: the module has {', '.join(_BIASES[self.use_bias]) or 'no biases'} "
+                                 f"(use_bias={said(self.use_bias)})")
             array = validate.reals(name, value)
             if array.shape != view.shape:
                 raise ValueError(f"{name} must have shape {view.shape}, got {array.shape}")
-            shared = any(np.may_share_memory(array, own) for own in self._arrays())
+            shared = any(np.may_share_memory(array, own) for own in self._arrays().values())
             checked[name] = array.copy() if shared else array
         for name, array in checked.items():
             self._view(name)[...] = array
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Name -> parameter, views into the module: W_Q, W_K, W_V, W_O and with biases b_Q, b_K, b_V, b_O."""
+        """Name -> parameter, views into the module: W_Q, W_K, W_V, W_O and of b_Q, b_K, b_V, b_O those that there are."""
         return {name: self._view(name) for name in self._names()}
 
     def gradients(self) -> dict[str, np.ndarray]:
@@ -177,9 +216,6 @@ class AttentionModule:
         """How many numbers the parameters hold."""
         return sum(view.size for view in self.parameters().values())
 
-    def _arrays(self) -> Iterator[np.ndarray]:
-        return (a for a in (self._W_in, self._W_out, self._b_in, self._b_out) if a is not None)
-
     def freeze(self) -> None:
         """Make the parameters read-only, for inference: backward and assignment are errors until `unfreeze`.
 
@@ -187,14 +223,15 @@ class AttentionModule:
         """
         self._frozen, self._kept = True, None
         if self.algorithm not in BY_BLAS and not product_by_blas(2):
-            self._packed = algorithms.packed_weights(self._W_in), algorithms.packed_weights(self._W_out)
-        for array in self._arrays():
+            held = self._W_in, self._W_out, *self._W_context.values()
+            self._packed = tuple(algorithms.packed_weights(W) for W in held)
+        for array in self._arrays().values():
             array.flags.writeable = False
 
     def unfreeze(self) -> None:
         """Make the parameters writable again."""
         self._frozen, self._packed = False, None
-        for array in self._arrays():
+        for array in self._arrays().values():
             array.flags.writeable = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -202,11 +239,13 @@ class AttentionModule:
         return {**self.__dict__, "_kept": None, "_packed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"_W_context": {}, "_kdim": state["d_model"], "_vdim": state["d_model"], **state})
+        self._columns = self._side_by_side()    # these four are not in pickles of before a context had its own widths
         for name in ("_W_in", "_W_out", "_b_in", "_b_out"):     # pickles may bring memory that can never be writable
             array = getattr(self, name)
             if array is not None and not array.flags.owndata:
                 setattr(self, name, array.copy())
+        self._W_context = {letters: W if W.flags.owndata else W.copy() for letters, W in self._W_context.items()}
         if self._frozen:
             self.freeze()
 
@@ -215,12 +254,33 @@ class AttentionModule:
     def __call__(self, *args: NoReturn, **kwargs: NoReturn) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} is not called itself: call its forward, m.forward(X)")
 
-    def _input(self, name: str, x: Any) -> np.ndarray:
-        """x (B, L, d_model) in the module's dtype, as rows that BLAS takes."""
-        x = validate.real_array(name, x, self.dtype, 3, _AXES)
-        if x.shape[2] != self.d_model:
-            raise ValueError(f"{name} has width {x.shape[2]} on axis 2 but the module has d_model {self.d_model}")
+    def _input(self, name: str, x: Any, width: int, what: str = "d_model") -> np.ndarray:
+        """x (B, L, width) in the module's dtype, as rows that BLAS takes."""
+        x = validate.real_array(name, x, self.dtype, 3, f"(B, L, {what})")
+        if x.shape[2] != width:
+            raise ValueError(f"{name} has width {x.shape[2]} on axis 2 but the module has {what} {width}")
         return x if x.flags.c_contiguous and x.flags.aligned else np.require(x, None, ("C", "A"))
+
+    def _context(self, name: str, C: Any) -> tuple[np.ndarray, ...]:
+        """(C,), or of a pair (keys, values), as `_input` makes them."""
+        if not isinstance(C, tuple):
+            if self._kdim != self._vdim:
+                came = f"an array of shape {C.shape}" if isinstance(C, np.ndarray) else type(C).__name__
+                raise ValueError(f"{name} must be a tuple (keys, values) of arrays of widths {self._kv_widths()}, got {came}")
+            return (self._input(name, C, self._kdim, "kdim" if self._W_context else "d_model"),)
+        if len(C) != 2:
+            raise ValueError(f"{name} must be an array or a tuple (keys, values) of arrays, got a tuple of {len(C)}")
+        of_keys, of_values = f"{name}[0] (keys)", f"{name}[1] (values)"
+        keys, values = self._input(of_keys, C[0], self._kdim, "kdim"), self._input(of_values, C[1], self._vdim, "vdim")
+        for axis, what in ((0, "batch size"), (1, "length")):
+            if keys.shape[axis] != values.shape[axis]:
+                raise ValueError(f"{of_values} has {what} {values.shape[axis]} on axis {axis} but {of_keys} has "
+                                 f"{keys.shape[axis]}")
+        return keys, values
+
+    def _kv_widths(self) -> str:
+        """Of a context, in words."""
+        return f"kdim {self._kdim} and vdim {self._vdim}"
 
     def _layout(self, L: int) -> tuple[str, str]:
         """The layout of heads that are projected from L tokens per batch row, and why."""
@@ -230,8 +290,9 @@ class AttentionModule:
             return self.layout, "named by the caller"
         return choose_layout(L, self._D * self.dtype.itemsize, self.algorithm in BY_BLAS or product_by_blas(2))
 
-    def _buffer(self, B: int, L: int, columns: int) -> np.ndarray:
-        """For the projection of (B, L) rows: (B, L, columns), or contiguous heads (B, heads, L, D)."""
+    def _buffer(self, B: int, L: int, letters: str) -> np.ndarray:
+        """For the projection of (B, L) rows to Q, K, V or several: (B, L, columns), or contiguous heads (B, heads, L, D)."""
+        columns = self._width(letters)
         if B * L * columns * self.dtype.itemsize > _MOST_BYTES:
             raise ValueError(f"batch_size {B} and a length of {L} tokens are beyond any memory: projections of {columns} columns")
         by_head = self._layout(L)[0] == "contiguous"
@@ -239,23 +300,25 @@ class AttentionModule:
 
     def _make_plan(self, batch_size: Any, seq_len: Any, seq_len_k: Any, rules: Rules, backward: Any) -> Plan:
         B, L = validate.integer("batch_size", batch_size, 0), validate.length("seq_len", seq_len)
-        q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
         if seq_len_k is None:
-            projected: tuple[np.ndarray, ...] = (self._buffer(B, L, v_end),)
+            if self._W_context:
+                raise ValueError(f"seq_len_k must be given: keys and values come from a context with {self._kv_widths()}, X has "
+                                 f"d_model {self.d_model}")
+            lengths = [L]
         else:
-            projected = self._buffer(B, L, q_end), self._buffer(B, validate.length("seq_len_k", seq_len_k), v_end - q_end)
-        q, k, v = self._heads(projected)
+            lengths = [L, validate.length("seq_len_k", seq_len_k)]
+        q, k, v = self._heads([self._buffer(B, n, letters) for n, letters in zip(lengths, _TOGETHER[len(lengths)])])
         problem = validate.attention_problem(q, k, v, "BHLD", rules)
         backward = validate.flag("backward", backward)
         return make_plan(problem, algorithms.for_backward(rules.algorithm) if backward else rules.algorithm,
-                         threads.resolve(rules.num_threads), backward, self._layout(L if seq_len_k is None else int(seq_len_k)))
+                         threads.resolve(rules.num_threads), backward, self._layout(lengths[-1]))
 
     def _forward(self, X: Any, rules: Rules, need_weights: Any, training: Any, context: Any = None, cache: Any = None,
                  transform_qk: Any = None) -> Any:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
         if validate.flag("is_causal", rules.is_causal) is not rules.is_causal:      # NumPy's own
             rules = rules._replace(is_causal=bool(rules.is_causal))
-        X = self._input("X", X)
+        X = self._input("X", X, self.d_model)
         if transform_qk is not None and not callable(transform_qk):
             raise TypeError(f"transform_qk must be callable or None, got {validate.short(transform_qk)}")
         if context is not None and not (cache is None and transform_qk is None):
@@ -264,28 +327,28 @@ class AttentionModule:
         if cache is not None:
             return self._forward_cached(X, cache, rules, need_weights, training, workers, transform_qk)
         stored = context if isinstance(context, KVCache) else None
-        C = None if context is None or stored is not None else self._input("context", context)
+        given = () if context is None or stored is not None else self._context("context", context)
+        if context is None and self._W_context:
+            raise ValueError(f"context must be given: keys and values are projected from {self._kv_widths()}, X has d_model "
+                             f"{self.d_model}")
         B, L, _ = X.shape
-        if C is not None and C.shape[0] != B:
-            raise ValueError(f"context has batch size {C.shape[0]} on axis 0 but X has {B}")
+        if given and given[0].shape[0] != B:
+            name = "context" if len(given) == 1 else "context[0] (keys)"
+            raise ValueError(f"{name} has batch size {given[0].shape[0]} on axis 0 but X has {B}")
         # projected is allocated first, so that everything about the call is checked before anything is computed
-        q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
+        sources = (X, *given)
+        together = _TOGETHER[len(sources)] if stored is None else ("Q",)
+        projected = tuple([self._buffer(B, x.shape[1], letters) for x, letters in zip(sources, together)])
         if stored is not None:
-            projected: tuple[np.ndarray, ...] = (self._buffer(B, L, q_end),)
             q = projected[0] if projected[0].ndim == 4 else _split(projected[0], self._H)
             k, v, lengths = self._stored("context", stored, B, rules.key_padding_lengths)
             rules = rules.at(rules.offset, lengths)
         else:
-            if C is None:
-                projected = (self._buffer(B, L, v_end),)
-            else:
-                projected = self._buffer(B, L, q_end), self._buffer(B, C.shape[1], v_end - q_end)
             q, k, v = self._heads(projected)
         problem = validate.attention_problem(q, k, v, "BHLD", rules)
         name, _ = choose(problem, rules.algorithm, weights=need_weights)
-        self._project(X, slice(0, v_end if C is None and stored is None else q_end), projected[0], workers)
-        if C is not None:
-            self._project(C, slice(q_end, v_end), projected[1], workers)
+        for x, letters, out in zip(sources, together, projected):
+            self._project(x, letters, out, workers)
         positions = None
         if transform_qk is not None:
             positions = _positions(0 if problem.offset is None else problem.offset, B, L)
@@ -297,7 +360,7 @@ class AttentionModule:
         out = self._project_out(concat, workers)
         if training and lse is not None:
             self._kept = (_CONTEXT_KEEPS_NOTHING if stored is not None else
-                          _Kept(X, C, problem, projected, concat, lse, weights, transform_qk, positions))
+                          _Kept(sources, problem, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
 
     def _forward_cached(self, X: np.ndarray, cache: Any, rules: Rules, need_weights: bool, training: bool, workers: int,
@@ -305,14 +368,17 @@ class AttentionModule:
         if rules.offset is not None:
             raise ValueError("offset and cache cannot be given together: it is the cached length of each row, got "
                              f"{validate.short(rules.offset)}")
+        if self._W_context:
+            raise ValueError(f"cache without a context needs a module whose kdim and vdim are its d_model {self.d_model}, "
+                             f"got {self._kv_widths()}")
         B, L, _ = X.shape
         self._check_cache("cache", cache, B)
-        projected = np.empty((B, L, self._columns["V"].stop), self.dtype)
+        projected = np.empty((B, L, self._width("QKV")), self.dtype)
         q, k, v = self._heads((projected,))
         tokens = step(cache, q, k, v, rules, need_weights)
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
         weights = np.empty((B, self._H, L, tokens.total), self.dtype) if need_weights else None
-        self._project(X, slice(None), projected, workers)
+        self._project(X, "QKV", projected, workers)
         if transform_qk is not None:
             _transform(transform_qk, q, k, _positions(cache.lengths, B, L))
         with tokens:
@@ -322,13 +388,19 @@ class AttentionModule:
             self._kept = _CACHE_KEEPS_NOTHING
         return (out, weights) if need_weights else out
 
-    def _project(self, x: np.ndarray, columns: slice, out: np.ndarray, workers: int) -> None:
-        """out (B, L, columns), or as heads (B, heads, L, D), <- x (B, L, d_model) @ W[:, columns] + b[columns] of the fused input
-        projection."""
-        W, bias = self._W_in[:, columns], None if self._b_in is None else self._b_in[columns]
-        packed = self._packed[0] if self._packed is not None and W.shape == self._W_in.shape else None
-        algorithms.product(_rows(x), W, out if out.ndim == 4 else _rows(out), workers, bias=bias, blas=self.algorithm in BY_BLAS,
-                           packed=packed)
+    def _project(self, x: np.ndarray, letters: str, out: np.ndarray, workers: int) -> None:
+        """out (B, L, columns), or as heads (B, heads, L, D), <- x (B, L, width) @ W + b of Q, K, V or several side by side."""
+        packed = None
+        if self._packed is not None:
+            held = ("Q" if self._W_context else "QKV", "O", *self._W_context)
+            packed = self._packed[held.index(letters)] if letters in held else None
+        bias = None if self._b_in is None else self._b_in[self._columns[letters]]
+        algorithms.product(_rows(x), self._weights(letters), out if out.ndim == 4 else _rows(out), workers, bias=bias,
+                           blas=self.algorithm in BY_BLAS, packed=packed)
+
+    def _weights(self, letters: str) -> np.ndarray:
+        """W of Q, K, V or several side by side."""
+        return self._part(self._arrays(), f"W_{letters}") if self._W_context else self._W_in[:, self._columns[letters]]
 
     def _project_out(self, concat: np.ndarray, workers: int) -> np.ndarray:
         """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O."""
@@ -359,19 +431,24 @@ class AttentionModule:
         return *converted(stored.k, stored.v, self.dtype), lengths if (lengths < length).any() else None
 
     def _project_context(self, C: Any, num_threads: Any) -> KVCache:
-        C = self._input("C", C)
+        sources = self._context("C", C)
         workers = threads.resolve(num_threads)
-        B, Lc, _ = C.shape
+        B, Lc, _ = sources[0].shape
         cache = KVCache(B, self._Hkv, self._D, v_head_dim=self._Dv, capacity=Lc, dtype=self.dtype)
-        columns = slice(self._columns["K"].start, self._columns["V"].stop)
-        projected = np.empty((B, Lc, columns.stop - columns.start), self.dtype)
-        self._project(C, columns, projected, workers)
-        k_end = self._Hkv * self._D
-        cache.append(_split(projected[:, :, :k_end], self._Hkv), _split(projected[:, :, k_end:], self._Hkv))
+        projected = []
+        for x, letters in zip(sources, _TOGETHER[1 + len(sources)][1:]):
+            projected.append(np.empty((B, Lc, self._width(letters)), self.dtype))
+            self._project(x, letters, projected[-1], workers)
+        k_end = self._width("K")
+        K, V = projected if len(projected) == 2 else (projected[0][:, :, :k_end], projected[0][:, :, k_end:])
+        cache.append(_split(K, self._Hkv), _split(V, self._Hkv))
         return cache
 
     def _heads(self, projected: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """q (B, H, L, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv): views of the projections."""
+        """q (B, H, L, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv): views of the projections (Q|K|V,), (Q, K|V) or (Q, K, V)."""
+        if len(projected) == 3:
+            q, k, v = (p if p.ndim == 4 else _split(p, heads) for p, heads in zip(projected, (self._H, self._Hkv, self._Hkv)))
+            return q, k, v
         if self._Dv == self._D:
             by_head = [p if p.ndim == 4 else _split(p, p.shape[2] // self._D) for p in projected]
             start = self._H if len(projected) == 1 else 0
@@ -391,7 +468,7 @@ class AttentionModule:
         kept = self._kept
         if not isinstance(kept, _Kept):
             return {}
-        views = {"X": kept.X, "Q": kept.problem.q, "K": kept.problem.k, "V": kept.problem.v, "concat": kept.concat,
+        views = {"X": kept.sources[0], "Q": kept.problem.q, "K": kept.problem.k, "V": kept.problem.v, "concat": kept.concat,
                  "lse": kept.lse}
         return views if kept.weights is None else {**views, "A": kept.weights}
 
@@ -399,8 +476,7 @@ class AttentionModule:
 
     def _gradient_buffers(self) -> dict[str, np.ndarray]:
         if not self._grads:
-            arrays = {"W_in": self._W_in, "W_out": self._W_out, "b_in": self._b_in, "b_out": self._b_out}
-            self._grads = {name: np.empty(a.shape, a.dtype) for name, a in arrays.items() if a is not None}
+            self._grads = {name: np.empty(a.shape, a.dtype) for name, a in self._arrays().items()}
         return self._grads
 
     def backward(self, grad_output: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
@@ -417,8 +493,8 @@ class AttentionModule:
         -------
         grad_X : (B, L, d_model) array
             Also written: ``grad_W_Q`` … ``grad_b_O`` (overwritten, not accumulated) and, after a forward with a context,
-            ``grad_context``. May be called again after one forward. A `transform_qk` of the forward is gone back through by
-            its attribute ``backward``.
+            ``grad_context``, a pair where that was a pair. May be called again after one forward. A `transform_qk` of the
+            forward is gone back through by its attribute ``backward``.
 
         Raises
         ------
@@ -434,7 +510,7 @@ class AttentionModule:
         if kept.transform_qk is not None and not callable(getattr(kept.transform_qk, "backward", None)):
             raise ValueError("backward needs transform_qk of the forward before it to have an attribute "
                              "backward(grad_q, grad_k, positions) -> (grad_q, grad_k), got one without")
-        B, L, _ = kept.X.shape
+        B, L, _ = kept.sources[0].shape
         g = validate.real_array("grad_output", grad_output, self.dtype, 3, "(B, L, d_out)")
         if g.shape != (B, L, self._d_out):
             raise ValueError(f"grad_output must have the output's shape {(B, L, self._d_out)}, got {g.shape}")
@@ -448,10 +524,9 @@ class AttentionModule:
         algorithms.product(_rows(g), self._W_out, grad_concat if contiguous else _rows(grad_concat), workers, trans_b=True,
                            blas=blas)
         # the gradients of the projections lie side by side whatever the layout: two products over their columns follow
-        q_end, v_end = self._columns["Q"].stop, self._columns["V"].stop
-        grad_projected = [np.empty((B, L, v_end if kept.context is None else q_end), self.dtype)]
-        if kept.context is not None:
-            grad_projected.append(np.empty((B, kept.context.shape[1], v_end - q_end), self.dtype))
+        together = _TOGETHER[len(kept.sources)]
+        grad_projected = [np.empty((*x.shape[:2], self._width(letters)), self.dtype)
+                          for x, letters in zip(kept.sources, together)]
         grad_q, grad_k, grad_v = self._heads(grad_projected)
         algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse,
                             grad_concat if contiguous else _split(grad_concat, self._H), grad_q, grad_k, grad_v, workers)
@@ -459,27 +534,23 @@ class AttentionModule:
             _transform(kept.transform_qk, grad_q, grad_k, kept.positions, backward=True)
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
         algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas)
-        grad_X = np.empty(kept.X.shape, self.dtype)
-        if kept.context is None:
-            self._input_gradients(kept.X, grad_projected[0], slice(None), grad_X, workers)
-            self.grad_context = None
-        else:
-            self._input_gradients(kept.X, grad_projected[0], slice(0, q_end), grad_X, workers)
-            self.grad_context = np.empty(kept.context.shape, self.dtype)
-            self._input_gradients(kept.context, grad_projected[1], slice(q_end, None), self.grad_context, workers)
-        if self.use_bias:
+        grad_X, *grad_C = [self._input_gradients(*of, workers) for of in zip(kept.sources, grad_projected, together)]
+        self.grad_context = (grad_C[0], grad_C[1]) if len(grad_C) == 2 else grad_C[0] if grad_C else None
+        if self._b_out is not None:
             _sum_rows(g, grads["b_out"])
         return grad_X
 
-    def _input_gradients(self, x: np.ndarray, grad: np.ndarray, columns: slice, grad_x: np.ndarray, workers: int) -> None:
-        """Gradients of x @ W[:, columns] + b[columns], given that of the result."""
+    def _input_gradients(self, x: np.ndarray, grad: np.ndarray, letters: str, workers: int) -> np.ndarray:
+        """The gradient of x, and those of W and b, where x @ W + b are Q, K, V or several side by side; grad: of the result."""
         blas = self.algorithm in BY_BLAS
-        # grad_W (d_model, columns) <- x.T @ grad
-        algorithms.product(_rows(x), _rows(grad), self._grads["W_in"][:, columns], workers, trans_a=True, blas=blas)
-        # grad_x (B, L, d_model) <- grad @ W.T: over Q|K|V side by side this is the sum of three input gradients
-        algorithms.product(_rows(grad), self._W_in[:, columns], _rows(grad_x), workers, trans_b=True, blas=blas)
-        if self.use_bias:
-            _sum_rows(grad, self._grads["b_in"][columns])
+        # grad_W (width, columns) <- x.T @ grad
+        algorithms.product(_rows(x), _rows(grad), self._gradient(f"W_{letters}"), workers, trans_a=True, blas=blas)
+        # grad_x (B, L, width) <- grad @ W.T: over Q|K|V side by side this is the sum of three input gradients
+        grad_x = np.empty(x.shape, self.dtype)
+        algorithms.product(_rows(grad), self._weights(letters), _rows(grad_x), workers, trans_b=True, blas=blas)
+        if self._b_in is not None:
+            _sum_rows(grad, self._gradient(f"b_{letters}"))
+        return grad_x
 
 
 def _positions(start: Any, B: int, L: int) -> np.ndarray:
@@ -522,6 +593,15 @@ def _split(x: np.ndarray, num_heads: int) -> np.ndarray:
     """(B, L, H·D) as heads (B, H, L, D), a view."""
     B, L, width = x.shape
     return x.reshape(B, L, num_heads, width // num_heads).transpose(0, 2, 1, 3)
+
+
+def _listed(things: Sequence[Any]) -> str:
+    *first, last = map(str, things)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def said(use_bias: bool | str) -> str:
+    return f'"{use_bias}"' if isinstance(use_bias, str) else str(use_bias)
 
 
 def _generator(rng: Any) -> np.random.Generator:

@@ -1,4 +1,4 @@
-"""MultiHeadAttention: H query heads, Hkv key/value heads, of width D = d_model / H."""
+"""MultiHeadAttention: H query heads, Hkv key/value heads, all of width D."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 from fastmha import validate
 from fastmha.algorithms import ALGORITHMS
 from fastmha.cache import KVCache
-from fastmha.module import AttentionModule
+from fastmha.module import AttentionModule, said
 from fastmha.planning import Plan
 from fastmha.validate import KeyRanges, Rules
 
@@ -22,13 +22,17 @@ class MultiHeadAttention(AttentionModule):
     Parameters
     ----------
     d_model : int
-        Width of input and output; a multiple of num_heads.
+        Width of input and output; a multiple of num_heads unless head_dim is given.
     num_heads : int
-        H query heads of width D = d_model / H.
+        H query heads.
     num_kv_heads : int, optional
         Hkv key/value heads, a divisor of num_heads; default num_heads. Fewer is grouped-query attention, 1 multi-query.
-    use_bias : bool
-        Add b_Q, b_K, b_V, b_O (initially zero) to the projections.
+    head_dim : int, optional
+        Width D of a head; default d_model / H.
+    use_bias : bool, "qkv" or "out"
+        Add b_Q, b_K, b_V, b_O (initially zero) to the projections; "qkv" the first three alone, "out" b_O alone.
+    kdim, vdim : int, optional
+        Widths of a context as keys and as values; default d_model. With another width every forward needs a context.
     dtype : float32 or float64
         Of parameters and computation; inputs of other real dtypes are cast.
     layout : {"strided", "contiguous", "auto"}
@@ -43,15 +47,16 @@ class MultiHeadAttention(AttentionModule):
     Attributes
     ----------
     W_Q : (d_model, H·D) array
-    W_K, W_V : (d_model, Hkv·D) arrays
+    W_K, W_V : (kdim, Hkv·D) and (vdim, Hkv·D) arrays
     W_O : (H·D, d_model) array
-        Weights are (in, out): a projection is ``X @ W_Q``. W_Q, W_K, W_V are column views of one fused matrix: writing
-        into them and assigning to them (shape checked, copied in) both take effect.
+        Weights are (in, out): a projection is ``X @ W_Q``. W_Q, W_K, W_V are column views of one fused matrix (with other kdim
+        or vdim, W_K and W_V are of another, or held by themselves): writing into them and assigning to them (shape checked,
+        copied in) both take effect.
     b_Q, b_K, b_V, b_O : arrays of the widths of the matrices, or None
     grad_W_Q, …, grad_b_O : arrays or None
         Written by `backward`.
-    grad_context : (B, Lk, d_model) array or None
-        Written by `backward` after a forward with a context.
+    grad_context : array, pair of arrays or None
+        Written by `backward` after a forward with a context; of its shape, for a pair (keys, values) a pair.
     num_parameters : int
     intermediates : dict
 
@@ -75,30 +80,57 @@ class MultiHeadAttention(AttentionModule):
     >>> steps = [m.forward(X[:, i:i + 1], cache=cache, is_causal=True, training=False) for i in range(10)]
     >>> bool(np.allclose(np.concatenate(steps, axis=1), Y, atol=1e-5))
     True
+
+    Heads of a width of their own over a context whose keys and values have two widths:
+
+    >>> m = fastmha.MultiHeadAttention(64, 6, head_dim=16, kdim=24, vdim=40, use_bias="qkv", rng=0)
+    >>> keys, values = np.ones((2, 7, 24)), np.ones((2, 7, 40))
+    >>> m.forward(X, context=(keys, values)).shape, m.W_V.shape
+    ((2, 10, 64), (40, 96))
     """
 
     @validate.own_keywords(validate.MODULE_NAMES)
-    def __init__(self, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, use_bias: bool = False,
-                 dtype: Any = np.float32, layout: str = "auto", algorithm: str = "auto", rng: Any = None) -> None:
+    def __init__(self, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, head_dim: int | None = None,
+                 use_bias: bool | str = False, kdim: int | None = None, vdim: int | None = None, dtype: Any = np.float32,
+                 layout: str = "auto", algorithm: str = "auto", rng: Any = None) -> None:
         d_model = validate.size("d_model", d_model)
         num_heads = validate.integer("num_heads", num_heads, 1)
-        if d_model % num_heads:
-            raise ValueError(f"d_model must be a multiple of num_heads, got d_model {d_model} and num_heads {num_heads}")
+        if head_dim is None:
+            if d_model % num_heads:
+                raise ValueError("d_model must be a multiple of num_heads unless head_dim is given, "
+                                 f"got d_model {d_model} and num_heads {num_heads}")
+            head_dim = d_model // num_heads
+        else:
+            # all heads side by side are a width as d_model is one
+            most = validate.LARGEST // 3 // validate.size("num_heads", num_heads)
+            head_dim = validate.integer("head_dim", head_dim, 1, most, f" with num_heads {num_heads}")
         num_kv_heads = num_heads if num_kv_heads is None else validate.integer("num_kv_heads", num_kv_heads, 1)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_kv_heads must divide num_heads {num_heads}, got {num_kv_heads}")
+        kdim, vdim = (None if n is None else validate.size(name, n) for name, n in (("kdim", kdim), ("vdim", vdim)))
         validate.choice("layout", layout, LAYOUTS)
         validate.choice("algorithm", algorithm, ALGORITHMS)
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, d_model // num_heads
-        super().__init__(d_model, num_heads, num_kv_heads, self.head_dim, self.head_dim, d_model,
-                         validate.flag("use_bias", use_bias), dtype, layout, algorithm, rng)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        super().__init__(d_model, num_heads, num_kv_heads, head_dim, head_dim, d_model, _use_bias(use_bias), dtype, layout,
+                         algorithm, rng, kdim, vdim)
+
+    @property
+    def kdim(self) -> int:
+        """Width of a context as keys."""
+        return self._kdim
+
+    @property
+    def vdim(self) -> int:
+        """Width of a context as values."""
+        return self._vdim
 
     @validate.own_keywords(validate.FORWARD_NAMES)
     def forward(
-        self, X: np.ndarray, mask: np.ndarray | None = None, *, context: np.ndarray | KVCache | None = None,
-        is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
-        key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
-        cache: KVCache | None = None, need_weights: bool = False, training: bool = True, num_threads: int | None = None,
+        self, X: np.ndarray, mask: np.ndarray | None = None, *,
+        context: np.ndarray | tuple[np.ndarray, np.ndarray] | KVCache | None = None, is_causal: bool = False,
+        offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None, key_ranges: KeyRanges | None = None,
+        window: tuple[int | None, int | None] | None = None, softcap: float | None = None, cache: KVCache | None = None,
+        need_weights: bool = False, training: bool = True, num_threads: int | None = None,
         transform_qk: Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> Any:
         """Attend.
@@ -110,8 +142,9 @@ class MultiHeadAttention(AttentionModule):
         mask : array, optional
             (L, Lk), or 4 axes that broadcast to (B, H, L, Lk): bool, True = may not attend, or of the module's dtype, added.
             With a cache Lk counts all keys, cached and new (the longest row's); see the notes for a ring.
-        context : (B, Lk, d_model) array or KVCache, optional
-            Keys and values come from it instead of X (cross-attention). Those of a cache are taken as they are, each row's up
+        context : (B, Lk, kdim) array, pair of arrays (B, Lk, kdim) and (B, Lk, vdim), or KVCache, optional
+            Keys and values come from it instead of X (cross-attention); from the arrays of a tuple (keys, values) each from
+            its own, which is the only way where kdim is not vdim. Those of a cache are taken as they are, each row's up
             to its length, and it does not change: see `project_context`.
         is_causal, offset, key_padding_lengths, key_ranges, window, softcap
             As in `fastmha.attention`. With a cache, offset is the cached length of each row and cannot be given, and
@@ -205,13 +238,13 @@ class MultiHeadAttention(AttentionModule):
                       key_ranges)
         return self._make_plan(batch_size, seq_len, seq_len_k, rules, backward)
 
-    def project_context(self, C: np.ndarray, *, num_threads: int | None = None) -> KVCache:
+    def project_context(self, C: np.ndarray | tuple[np.ndarray, np.ndarray], *, num_threads: int | None = None) -> KVCache:
         """Project the keys and values of a context once, for many calls of ``forward(X, context=...)``.
 
         Parameters
         ----------
-        C : (B, Lc, d_model) array of real numbers
-            Such as the output of an encoder.
+        C : (B, Lc, kdim) array of real numbers, or a pair of (B, Lc, kdim) and (B, Lc, vdim)
+            As in `forward`, such as the output of an encoder.
         num_threads : int, optional
             Threads for this call.
 
@@ -222,10 +255,25 @@ class MultiHeadAttention(AttentionModule):
         """
         return self._project_context(C, num_threads)
 
+    def _own_widths(self) -> dict[str, int]:
+        defaults = {"head_dim": self.d_model / self.num_heads, "kdim": self.d_model, "vdim": self.d_model}
+        return {name: getattr(self, name) for name, default in defaults.items() if getattr(self, name) != default}
+
     def __repr__(self) -> str:
         groups = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        return (f"MultiHeadAttention(d_model={self.d_model}, num_heads={self.num_heads}{groups}, use_bias={self.use_bias}, "
-                f'dtype={self.dtype}, layout="{self.layout}", algorithm="{self.algorithm}"{", frozen" * self._frozen})')
+        widths = "".join(f", {name}={n}" for name, n in self._own_widths().items())
+        return (f"MultiHeadAttention(d_model={self.d_model}, num_heads={self.num_heads}{groups}{widths}, "
+                f"use_bias={said(self.use_bias)}, dtype={self.dtype}, "
+                f'layout="{self.layout}", algorithm="{self.algorithm}"{", frozen" * self._frozen})')
+
+
+def _use_bias(value: Any) -> bool | str:
+    if isinstance(value, str) and value in ("qkv", "out"):
+        return str(value)
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    kind = ValueError if isinstance(value, str) else TypeError
+    raise kind(f'use_bias must be True, False, "qkv" or "out", got {validate.short(value)}')
 
 
 def mean_pool_kv_heads(module: MultiHeadAttention, num_kv_heads: int) -> MultiHeadAttention:
@@ -263,8 +311,9 @@ def mean_pool_kv_heads(module: MultiHeadAttention, num_kv_heads: int) -> MultiHe
     groups = validate.integer("num_kv_heads", num_kv_heads, 1)
     if module.num_kv_heads % groups:
         raise ValueError(f"num_kv_heads must divide the module's {module.num_kv_heads}, got {groups}")
-    pooled = MultiHeadAttention(module.d_model, module.num_heads, num_kv_heads=groups, use_bias=module.use_bias,
-                                dtype=module.dtype, layout=module.layout, algorithm=module.algorithm, rng=0)
+    pooled = MultiHeadAttention(module.d_model, module.num_heads, num_kv_heads=groups, head_dim=module.head_dim,
+                                use_bias=module.use_bias, kdim=module.kdim, vdim=module.vdim, dtype=module.dtype,
+                                layout=module.layout, algorithm=module.algorithm, rng=0)
     state = module.state_dict()
     for name in state:
         if name[2] in "KV":

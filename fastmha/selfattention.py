@@ -10,7 +10,8 @@ from fastmha.module import AttentionModule
 from fastmha.validate import KeyRanges, Rules
 
 _NAMES = validate.MODULE_NAMES | dict.fromkeys(("num_heads", "num_kv_heads"), "fastmha.MultiHeadAttention has several heads") | {
-    "head_dim": "it is d_k here, d_v of the values", "kdim": "it is d_k here", "vdim": "it is d_v here"}
+    **dict.fromkeys(("head_dim", "dim_head"), "it is d_k here, d_v of the values"), "kdim": "it is d_k here",
+    "vdim": "it is d_v here"}
 
 
 class SelfAttention(AttentionModule):

@@ -534,3 +534,85 @@ def test_pooling_refuses(groups, error, message):
 def test_pooling_something_else():
     with raises(TypeError, "module must be a MultiHeadAttention, got SelfAttention"):
         fastmha.mean_pool_kv_heads(fastmha.SelfAttention(8, 2, 2), 1)
+
+
+# ------------------------------------------------------------------------------------------------ widths of their own
+
+WIDTHS = {
+    "head_dim, b_Q b_K b_V": {"head_dim": 9, "use_bias": "qkv"},
+    "head_dim, b_O": {"head_dim": 4, "use_bias": "out"},
+    "kdim = vdim": {"kdim": 10, "vdim": 10},
+    "kdim, vdim": {"head_dim": 5, "kdim": 10, "vdim": 7, "use_bias": "qkv"},
+}
+
+
+def wide(name, dtype=np.float64, **keywords):
+    m = MultiHeadAttention(D_MODEL, HEADS, num_kv_heads=GROUPS, dtype=dtype, rng=0, **WIDTHS[name], **keywords)
+    for i, bias in enumerate(sorted(m.parameters().keys() - {"W_Q", "W_K", "W_V", "W_O"})):
+        setattr(m, bias, normal(*getattr(m, bias).shape, seed=10 + i))
+    return m
+
+
+@dtypes
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", ["head_dim, b_Q b_K b_V", "head_dim, b_O"])
+def test_chunks_of_heads_of_their_own_width_equal_the_whole_sequence(name, ring, dtype):
+    m, X = wide(name, dtype), normal(B, L, D_MODEL, dtype=dtype)
+    rules = {"is_causal": True, "window": (4, None) if ring else None}
+    wanted, weights_wanted = expected(m, X, **rules)
+    cache, at = cache_of(m, **({"window": 4, "max_chunk": 3} if ring else {})), 0
+    for n in (3, 1, 2, 1, 1, 3, 1):
+        out, weights = m.forward(X[:, at : at + n], cache=cache, need_weights=True, **rules)
+        assert_close(out, wanted[:, at : at + n], dtype)
+        if not ring:
+            assert_close(weights, weights_wanted[:, :, at : at + n, : at + n], dtype)
+        at += n
+
+
+@pytest.mark.parametrize("name", ["kdim = vdim", "kdim, vdim"])
+def test_a_module_whose_context_has_its_own_widths_appends_nothing_to_a_cache(name):
+    m, lengths = wide(name), [1, 4, 2]
+    cache = cache_of(m)
+    cache.append(*[normal(B, GROUPS, 4, m.head_dim, seed=i) for i in (1, 2)], lengths)
+    state = [x.copy() for x in state_of(cache)[3:]]
+    with raises(ValueError, "cache without a context needs a module whose kdim and vdim are its d_model 24, "
+                            f"got kdim {m.kdim} and vdim {m.vdim}"):
+        m.forward(normal(B, 2, D_MODEL), cache=cache)
+    assert list(cache.lengths) == lengths
+    for x, y in zip(state, state_of(cache)[3:]):
+        np.testing.assert_array_equal(x, y)
+
+
+@dtypes
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_projected_pair_equals_the_pair(name, frozen, dtype):
+    m, X = wide(name, dtype), normal(B, 5, D_MODEL, dtype=dtype)
+    pair = tuple(normal(B, 40, n, seed=n, dtype=dtype) for n in (m.kdim, m.vdim))
+    wanted = m.forward(X, context=pair, key_padding_lengths=[40, 3, 17])
+    if frozen:
+        m.freeze()
+    cache = m.project_context(pair)
+    assert_close(m.forward(X, context=cache, key_padding_lengths=[40, 3, 17]), wanted, dtype)
+    assert cache.length == 40
+
+
+def test_a_step_with_a_context_that_was_projected_needs_no_kdim():
+    """One token after the other over an encoder's keys and values, as a decoder of another width takes them."""
+    m, X = wide("kdim, vdim"), normal(B, L, D_MODEL)
+    pair = normal(B, 6, 10, seed=2), normal(B, 6, 7, seed=3)
+    cache = m.project_context(pair)
+    steps = [m.forward(X[:, i : i + 1], context=cache, training=False) for i in range(L)]
+    assert_close(np.concatenate(steps, axis=1), m.forward(X, context=pair))
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_pooling_keeps_widths_and_biases(name):
+    m = wide(name)
+    pooled = fastmha.mean_pool_kv_heads(m, 1)
+    assert repr(pooled) == repr(m).replace("num_kv_heads=2", "num_kv_heads=1")
+    for letter, source in (("K", m.kdim), ("V", m.vdim)):
+        by_head = getattr(m, f"W_{letter}").reshape(source, GROUPS, m.head_dim)
+        assert_close(getattr(pooled, f"W_{letter}"), by_head.mean(axis=1))
+    for same in ("W_Q", "W_O"):
+        np.testing.assert_array_equal(getattr(pooled, same), getattr(m, same))

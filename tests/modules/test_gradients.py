@@ -46,8 +46,9 @@ def assert_module_gradients(m, X, context=None, **keywords):
     m.forward(X, **keywords)
     grad_X = m.backward(grad_output)
     assert_equals_differences(grad_X, loss, X, "X")
-    if context is not None:
-        assert_equals_differences(m.grad_context, loss, context, "context")
+    pair = isinstance(context, tuple)
+    for gradient, x in zip(m.grad_context, context) if pair else [] if context is None else [(m.grad_context, context)]:
+        assert_equals_differences(gradient, loss, x, "context")
     for name, gradient in m.gradients().items():
         assert np.abs(gradient).max() > 1e-3 or name == "b_K", name  # nothing to compare would agree, too
         assert_equals_differences(gradient, loss, m.parameters()[name], name)
@@ -113,6 +114,44 @@ def test_cross_attention(keywords, num_kv_heads, use_bias):
         D_MODEL, HEADS, num_kv_heads=num_kv_heads, use_bias=use_bias, dtype=np.float64, rng=0
     )  # fmt: skip
     assert_module_gradients(m, normal(B, L, D_MODEL), normal(B, LK, D_MODEL, seed=2), **keywords)
+
+
+WIDTHS = {
+    "a pair": {},
+    "head_dim": {"head_dim": 2, "use_bias": "out"},
+    "head_dim, grouped": {"head_dim": 7, "num_kv_heads": 1, "use_bias": "qkv"},
+    "kdim = vdim": {"kdim": 3, "vdim": 3, "use_bias": "qkv"},
+    "kdim": {"kdim": 5, "use_bias": "out"},
+    "vdim": {"vdim": 4, "num_kv_heads": 1, "use_bias": True},
+    "all": {"head_dim": 5, "kdim": 4, "vdim": 7, "use_bias": "qkv"},
+}
+
+
+def cases_of_widths(names):
+    names = list(names)
+    return pytest.mark.parametrize("widths", [WIDTHS[name] for name in names], ids=names)
+
+
+@cases(CROSS)
+@cases_of_widths(WIDTHS)
+def test_keys_and_values_of_their_own_widths(keywords, widths):
+    m = fastmha.MultiHeadAttention(D_MODEL, HEADS, dtype=np.float64, rng=0, **widths)
+    pair = normal(B, LK, m.kdim, seed=2), normal(B, LK, m.vdim, seed=5)
+    assert_module_gradients(m, normal(B, L, D_MODEL), pair, **keywords)
+
+
+@cases(CROSS)
+@cases_of_widths(name for name, widths in WIDTHS.items() if widths.get("kdim") == widths.get("vdim"))
+def test_a_context_of_its_own_width(keywords, widths):
+    m = fastmha.MultiHeadAttention(D_MODEL, HEADS, dtype=np.float64, rng=0, **widths)
+    assert_module_gradients(m, normal(B, L, D_MODEL), normal(B, LK, m.kdim, seed=2), **keywords)
+
+
+@cases(MASKS)
+@cases_of_widths(name for name, widths in WIDTHS.items() if "kdim" not in widths and "vdim" not in widths)
+def test_heads_of_their_own_width(keywords, widths):
+    m = fastmha.MultiHeadAttention(D_MODEL, HEADS, dtype=np.float64, rng=0, **widths)
+    assert_module_gradients(m, normal(B, L, D_MODEL), **keywords)
 
 
 @cases(MASKS)

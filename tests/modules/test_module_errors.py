@@ -27,8 +27,8 @@ def m():
 # ------------------------------------------------------------------------------------------------------- construction
 
 CONSTRUCTION = [
-    ((10, 4), {}, ValueError, "d_model must be a multiple of num_heads, got d_model 10 and num_heads 4"),
-    ((8, 16), {}, ValueError, "d_model must be a multiple of num_heads, got d_model 8 and num_heads 16"),
+    ((10, 4), {}, ValueError, "d_model must be a multiple of num_heads unless head_dim is given, got d_model 10 and num_heads 4"),
+    ((8, 16), {}, ValueError, "d_model must be a multiple of num_heads unless head_dim is given, got d_model 8 and num_heads 16"),
     ((0, 1), {}, ValueError, "d_model must be at least 1, got 0"),
     ((8.0, 1), {}, TypeError, "d_model must be an integer, got 8.0"),
     (("8", 1), {}, TypeError, "d_model must be an integer, got '8'"),
@@ -40,7 +40,7 @@ CONSTRUCTION = [
     ((8, 4), {"num_kv_heads": 8}, ValueError, "num_kv_heads must divide num_heads 4, got 8"),
     ((8, 4), {"num_kv_heads": 0}, ValueError, "num_kv_heads must be at least 1, got 0"),
     ((8, 4), {"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an integer, got 2.0"),
-    ((8, 4), {"use_bias": "yes"}, TypeError, "use_bias must be True or False, got 'yes'"),
+    ((8, 4), {"use_bias": "yes"}, ValueError, 'use_bias must be True, False, "qkv" or "out", got \'yes\''),
     ((8, 4), {"dtype": np.int32}, TypeError, "dtype must be float32 or float64, got int32"),
     ((8, 4), {"dtype": np.float16}, TypeError, "dtype must be float32 or float64, got float16"),
     ((8, 4), {"dtype": ">f4"}, TypeError, "dtype must be float32 or float64, got >f4"),
@@ -51,7 +51,7 @@ CONSTRUCTION = [
     ((8, 4), {"layout": ["auto"]}, ValueError, 'layout must be "strided", "contiguous" or "auto", got [\'auto\']'),
     ((8, 4), {"algorithm": "fast"}, ValueError, "algorithm must be ... got 'fast'"),
     ((8, 4), {"algorithm": ["tiled"]}, ValueError, "algorithm must be ... got ['tiled']"),
-    ((8, 4), {"use_bias": 1}, TypeError, "use_bias must be True or False, got 1"),
+    ((8, 4), {"use_bias": 1}, TypeError, 'use_bias must be True, False, "qkv" or "out", got 1'),
     ((8, 4), {"dtype": "f4,,"}, TypeError, "dtype must be float32 or float64, got 'f4,,'"),
     ((10**5000, 4), {}, ValueError, "d_model must be at most 715827861, got an integer of 16610 bits"),
     ((8, 4), {"rng": -1}, ValueError, "rng must be a seed (ints >= 0), a numpy.random.Generator or None, got -1"),
