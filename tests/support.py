@@ -43,6 +43,15 @@ def normal(*shape, seed=1, dtype=np.float64):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def repeated(*shape, dtype=np.float32):
+    """A shape of any size in a few bytes."""
+    return np.broadcast_to(dtype(1), shape)
+
+
 def raises(error, message):
     """`pytest.raises` of the whole message; "..." stands for any text."""
     return pytest.raises(error, match=f"^{re.escape(message).replace(re.escape('...'), '.*')}$")

@@ -84,7 +84,7 @@ def test_rows_keep_the_order_of_the_sentences(example, encoder):
 
 
 def test_text_past_256_tokens_is_cut_off(encoder):
-    at_limit = "tired " * 254  # one token a word, and one at each end of the text
+    at_limit = "tired " * 254  # one token per word, and one at each end of the text
     assert len(encoder.tokenizer.encode(at_limit).ids) == 256
     embeddings = encoder.encode([at_limit, at_limit + "cat sat on the mat"])
     np.testing.assert_allclose(embeddings[0], embeddings[1], rtol=0, atol=1e-6)
