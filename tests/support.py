@@ -1,16 +1,22 @@
-"""What the tests of the functions share: instruction sets, inputs in odd memory, a float64 oracle with error bounds."""
+"""What tests share: instruction sets, inputs in odd and in guarded memory, a float64 oracle with error bounds, differences."""
 
+import ctypes
 import hashlib
 import importlib.util
 import inspect
 import itertools
+import mmap
+import os
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import fastmha
 from fastmha import _core, reference
@@ -35,6 +41,15 @@ def rng():
 def normal(*shape, seed=1, dtype=np.float64):
     """An array drawn from the normal distribution; one seed, one array."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def repeated(*shape, dtype=np.float32):
+    """A shape of any size in a few bytes."""
+    return np.broadcast_to(dtype(1), shape)
 
 
 def raises(error, message):
@@ -72,9 +87,9 @@ def isa(request):
         yield request.param
 
 
-def padded(x):
+def padded(x, elsewhere=np.nan):
     """x as the inside of a larger array that is NaN elsewhere: odd strides, and reading outside shows."""
-    around = np.full([n + 3 for n in x.shape], np.nan, x.dtype)
+    around = np.full([n + 3 for n in x.shape], elsewhere, x.dtype)
     inside = around[tuple(slice(1, n + 1) for n in x.shape)]
     inside[...] = x
     return inside
@@ -87,6 +102,61 @@ def unaligned(x):
     view[...] = x
     assert not view.flags.aligned or not x.size
     return view
+
+
+class Pages:
+    """Readable and writable memory between two pages that may not be touched."""
+
+    PAGE, ROOM = mmap.PAGESIZE, 4 * 2**20       # whole pages, whatever their size
+
+    def __init__(self):
+        if sys.platform == "win32":
+            pytest.skip("mprotect is POSIX")
+        self.memory = mmap.mmap(-1, self.ROOM + 2 * self.PAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        protect = ctypes.CDLL(None, use_errno=True).mprotect
+        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        for at in (start, start + self.PAGE + self.ROOM):
+            assert protect(at, self.PAGE, 0) == 0, os.strerror(ctypes.get_errno())
+
+    def place(self, x, kind):
+        """A copy of x with its last element right before the end, or its first right behind the start."""
+        gap = 3 if kind.endswith("rows apart") and x.ndim > 1 else 0
+        width = x.shape[-1] if x.ndim else 1
+        strides, step = [], width + gap
+        for n in x.shape[-2::-1]:
+            strides.insert(0, step)
+            step *= n
+        strides.append(1)
+        n = 1 + sum(s * (m - 1) for s, m in zip(strides, x.shape, strict=False)) if x.size else 0
+        assert n * x.itemsize <= self.ROOM
+        first = self.PAGE + (self.ROOM - n * x.itemsize if kind.startswith("end") else 0)
+        flat = np.frombuffer(self.memory, x.dtype, n, first)
+        if x.dtype.kind == "f":
+            flat[...] = np.nan
+        view = as_strided(flat, x.shape, [s * x.itemsize for s in strides[: x.ndim]])
+        view[...] = x
+        return view
+
+
+guards = pytest.mark.parametrize("kind", ["end", "end, rows apart", "start"])
+_pages = []  # they live as long as the process: the kernels' arrays of a case, one after the other
+
+
+class Guard:
+    """Places the arrays of one case, each in pages of its own."""
+
+    def __init__(self, kind):
+        self.kind, self.used = kind, 0
+
+    def __call__(self, x):
+        if self.used == len(_pages):
+            _pages.append(Pages())
+        self.used += 1
+        return _pages[self.used - 1].place(np.asarray(x), self.kind)
+
+    def empty(self, shape, dtype):
+        return self(np.full(shape, np.nan, dtype))
 
 
 def draw(rng, B=2, H=2, Hkv=None, Lq=5, Lk=None, D=4, Dv=None, dtype=np.float64, layout="BHLD"):
@@ -199,6 +269,64 @@ def check(q, k, v, g, **keywords):
     return results
 
 
+def difference(loss, x, at, step=1e-5):
+    """Central difference of loss() by the element x[at], which is moved both ways and put back."""
+    kept = x[at]
+    x[at] = kept + step
+    above = loss()
+    x[at] = kept - step
+    below = loss()
+    x[at] = kept
+    return (above - below) / (2 * step)
+
+
+def assert_gradient(analytic, loss, x, name=""):
+    """d loss() / d x is the central difference by every element, in float64."""
+    numeric = np.empty(x.shape)
+    for at in np.ndindex(x.shape):
+        numeric[at] = difference(loss, x, at)
+    assert analytic.shape == numeric.shape, name
+    allowed = 1e-5 * np.maximum(np.abs(analytic), np.abs(numeric)) + 1e-8
+    assert (np.abs(analytic - numeric) <= allowed).all(), f"{name}: {np.abs(analytic - numeric).max()}"
+
+
+# Calls under every rule, so small that loops over single numbers can follow.
+SMALL = (2, 4, 2, 3, 4, 3, 2)   # B, H, Hkv, Lq, Lk, D, Dv
+BLOCKED = np.zeros((3, 4), bool)
+BLOCKED[0, 2] = BLOCKED[2, 0] = BLOCKED[2, 3] = True
+PER_HEAD = np.random.default_rng(5).random((2, 4, 3, 4)) < 0.3
+ADDITIVE = np.where(PER_HEAD, -np.inf, np.random.default_rng(6).standard_normal((2, 4, 3, 4)))
+EMPTY_ROW = np.zeros((1, 1, 3, 4), bool)
+EMPTY_ROW[..., 1, :] = True
+SMALL_CALLS = {
+    "plain": {},
+    "scale and softcap": {"scale": 0.7, "softcap": 1.5},
+    "bool mask of two axes": {"mask": BLOCKED},
+    "bool mask per head": {"mask": PER_HEAD},
+    "bool mask of keys": {"mask": PER_HEAD[:, :1, :1]},
+    "additive mask": {"mask": ADDITIVE, "softcap": 2.0},
+    "additive mask of two axes": {"mask": ADDITIVE[0, 0]},
+    "causal": {"is_causal": True, "offset": 0},
+    "causal to the end": {"is_causal": True, "offset": 1},
+    "causal, an offset per batch row": {"is_causal": True, "offset": np.array([1, -1])},
+    "window": {"window": (1, 0), "offset": 1},
+    "window to the right, an offset per batch row": {"window": (None, 1), "offset": np.array([-2, 1])},
+    "window to the left": {"window": (1, None), "offset": 2},
+    "padding": {"key_padding_lengths": np.array([3, 0])},
+    "empty row": {"mask": EMPTY_ROW},
+    "all together": {
+        "mask": ADDITIVE, "is_causal": True, "offset": np.array([1, 2]), "window": (2, 3),
+        "key_padding_lengths": np.array([4, 3]), "scale": 1.3, "softcap": 3.0,
+    },
+}  # fmt: skip
+every_case = pytest.mark.parametrize("keywords", SMALL_CALLS.values(), ids=SMALL_CALLS)
+
+
+def draw_small(rng):
+    """q, k, v and a gradient of the output, in memory without gaps."""
+    return [np.ascontiguousarray(x) for x in draw(rng, *SMALL)]
+
+
 # Operands at which rounding has most to say: scores in the hundreds, values and keys far from 0, sizes at both ends.
 ILL_SCALED = {
     "unit": lambda q, k, v, g: (q, k, v, g),
@@ -217,6 +345,24 @@ ill_scaled = pytest.mark.parametrize("kind", ILL_SCALED)
 def draw_ill_scaled(kind, rng, *shape, layout="BHLD"):
     """q, k, v and a gradient of the output, in float32."""
     return [x.astype(np.float32) for x in ILL_SCALED[kind](*draw(rng, *shape, dtype=np.float32, layout=layout))]
+
+
+def script(folder, name):
+    """A fixture: the module of a script of the repository; without it beside the tests the file that asks is skipped."""
+    path = Path(__file__).resolve().parents[1] / folder
+    if not (path / f"{name}.py").exists():
+        pytest.skip(f"the {folder} are not next to these tests", allow_module_level=True)
+
+    @pytest.fixture(scope="module")
+    def module():
+        before = set(sys.modules)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(path)
+            yield importlib.import_module(name)
+        for own in {file.stem for file in path.glob("*.py")} - before:
+            sys.modules.pop(own, None)
+
+    return module
 
 
 def assert_drawable(picture):

@@ -12,26 +12,10 @@ from support import DTYPES, dtypes, padded, raises, same_bits
 
 import fastmha
 from fastmha import KVCache, reference
-from fastmha.slots import Slots
 
 B, HKV, D, DV = 2, 2, 4, 3
+pytestmark = pytest.mark.usefixtures("poison")
 TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poison():
-    """Buffers begin as NaN."""
-    allocate = Slots.allocate
-
-    def poisoned(self, slots):
-        buffers = allocate(self, slots)
-        for x in buffers:
-            x.fill(np.nan)
-        return buffers
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slots, "allocate", poisoned)
-        yield
 
 
 def draw(rng, n, H=2, dtype=np.float64, batch=B):

@@ -14,26 +14,10 @@ from support import dtypes, normal, raises, same_bits
 
 import fastmha
 from fastmha import KVCache, MultiHeadAttention, algorithms, reference
-from fastmha.slots import Slots
 
 D_MODEL, HEADS, GROUPS, B, L = 24, 4, 2, 3, 12
+pytestmark = pytest.mark.usefixtures("poison")
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poison():
-    """Buffers begin as NaN."""
-    allocate = Slots.allocate
-
-    def poisoned(self, slots):
-        buffers = allocate(self, slots)
-        for x in buffers:
-            x.fill(np.nan)
-        return buffers
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slots, "allocate", poisoned)
-        yield
 
 
 def module(dtype=np.float64, num_kv_heads=GROUPS, **keywords):

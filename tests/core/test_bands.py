@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import (
     ISAS,
+    assert_same,
     draw,
     dtypes,
     error_bounds,
@@ -122,8 +123,7 @@ def test_keys_outside_the_bands_change_no_bit(isa, dtype, poison, rng):
         gone = reference.removed(43, 400, window=window, offset=offset)[0, 0]
         k_dirty, v_dirty = k.copy(), v.copy()
         k_dirty[:, :, gone.all(axis=0)] = v_dirty[:, :, gone.all(axis=0)] = poison
-        for x, y in zip(run(fastmha, q, k_dirty, v_dirty, g, **keywords), clean, strict=True):
-            assert same_bits(x, y)
+        assert_same(run(fastmha, q, k_dirty, v_dirty, g, **keywords), clean)
         for j in np.flatnonzero(~gone.all(axis=0))[[0, 3, -1]]:
             k_dirty, v_dirty = k.copy(), v.copy()
             k_dirty[:, :, j] = v_dirty[:, :, j] = poison
@@ -225,8 +225,7 @@ def test_tiles_that_a_mask_removes_hold_what_they_like(isa, dtype, which, poison
     k_dirty[:, 0][nobody] = v_dirty[:, 0][nobody] = poison
     for mask in (gone, np.where(gone, -np.inf, 0).astype(dtype)):
         clean = run(fastmha, q, k, v, g, mask=mask, algorithm="tiled")
-        for x, y in zip(run(fastmha, q, k_dirty, v_dirty, g, mask=mask, algorithm="tiled"), clean, strict=True):
-            assert same_bits(x, y)
+        assert_same(run(fastmha, q, k_dirty, v_dirty, g, mask=mask, algorithm="tiled"), clean)
         assert not clean[3][:, 0][nobody].any()
         assert not clean[4][:, 0][nobody].any()
         own_k, own_v = k.copy(), v.copy()       # and what one row does not attend, for that row

@@ -4,9 +4,7 @@ The kernels run in the test process itself: one element read or written past an 
 the failure. `test_the_guard_works` proves in processes of their own that it would.
 """
 
-import ctypes
 import itertools
-import mmap
 import os
 import signal
 import subprocess
@@ -16,70 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.lib.stride_tricks import as_strided
-from support import dtypes, run, same_bits
+import support
+from support import Guard, assert_same, dtypes, guards, run, same_bits
 
 import fastmha
 from fastmha import _core, algorithms, validate
-
-if sys.platform == "win32":
-    pytest.skip("mprotect is POSIX", allow_module_level=True)
-
-PAGE = mmap.PAGESIZE
-ROOM = 4 * 2**20  # whole pages, whatever their size
-KINDS = ("end", "end, rows apart", "start")
-kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-class Pages:
-    """Readable and writable memory between two pages that may not be touched."""
-
-    def __init__(self):
-        self.memory = mmap.mmap(-1, ROOM + 2 * PAGE)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        protect = ctypes.CDLL(None, use_errno=True).mprotect
-        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for at in (start, start + PAGE + ROOM):
-            assert protect(at, PAGE, 0) == 0, os.strerror(ctypes.get_errno())
-
-    def place(self, x, kind):
-        """A copy of x with its last element right before the end, or its first right behind the start."""
-        gap = 3 if kind.endswith("rows apart") and x.ndim > 1 else 0
-        width = x.shape[-1] if x.ndim else 1
-        strides, step = [], width + gap
-        for n in x.shape[-2::-1]:
-            strides.insert(0, step)
-            step *= n
-        strides.append(1)
-        n = 1 + sum(s * (m - 1) for s, m in zip(strides, x.shape, strict=False)) if x.size else 0
-        assert n * x.itemsize <= ROOM
-        first = PAGE + ROOM - n * x.itemsize if kind.startswith("end") else PAGE
-        flat = np.frombuffer(self.memory, x.dtype, n, first)
-        if x.dtype.kind == "f":
-            flat[...] = np.nan
-        view = as_strided(flat, x.shape, [s * x.itemsize for s in strides[: x.ndim]])
-        view[...] = x
-        return view
-
-
-SLOTS = []  # they live as long as the process: the kernels' arrays of a case, one after the other
-
-
-class Guard:
-    """Places the arrays of one case."""
-
-    def __init__(self, kind):
-        self.kind, self.used = kind, 0
-
-    def __call__(self, x):
-        if self.used == len(SLOTS):
-            SLOTS.append(Pages())
-        self.used += 1
-        return SLOTS[self.used - 1].place(np.asarray(x), self.kind)
-
-    def empty(self, shape, dtype):
-        return self(np.full(shape, np.nan, dtype))
-
 
 # ------------------------------------------------------------------------------------------------------------ the guard
 
@@ -90,10 +29,10 @@ def test_the_guard_works(kind, how, tmp_path):
     code = f"""
         import resource, sys
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        sys.path[:0] = [{os.path.dirname(__file__)!r}, {os.path.dirname(os.path.dirname(__file__))!r}]
+        sys.path.insert(0, {os.path.dirname(support.__file__)!r})
         import numpy as np
         from numpy.lib.stride_tricks import as_strided
-        from test_guard_pages import Guard
+        from support import Guard
         from fastmha import _core
         x = Guard({kind!r})(np.zeros(67, np.float32))
         _core.exponential(x, np.empty_like(x))
@@ -171,8 +110,7 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
         algorithms.backward(name, problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 1)
         results = (out, lse, *grads)
         if name == "tiled":
-            for x, y in zip(results, expected, strict=True):
-                assert same_bits(x, y)
+            assert_same(results, expected)
             _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 0, 1)
         for x, y in zip(results, expected, strict=True):  # by BLAS: another address may round otherwise
             np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(dtype).eps)
@@ -185,7 +123,7 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
 
 @pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
 @dtypes
-@kinds
+@guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_attention_of_every_length_stays_inside(isa, dtype, kind, poison, rng):
     widths = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33)
@@ -197,7 +135,7 @@ def test_attention_of_every_length_stays_inside(isa, dtype, kind, poison, rng):
 
 
 @dtypes
-@kinds
+@guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):
     for D in range(1, 68):
@@ -208,7 +146,7 @@ def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):
 
 @pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
 @dtypes
-@kinds
+@guards
 def test_attention_around_the_edges_of_tiles_and_chunks_stays_inside(isa, dtype, kind, rng):
     lengths = (64, 191), (63, 192), (65, 193), (1, 511), (2, 513), (129, 385), (3, 575), (31, 127)
     for n, (Lq, Lk) in enumerate(lengths):
@@ -254,7 +192,7 @@ def both(q, k, v, g, algorithm, **keywords):
 
 
 @dtypes
-@kinds
+@guards
 @pytest.mark.parametrize("transposes", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
 def test_products_stay_inside(isa, dtype, kind, transposes, rng):
     sizes = [(n, 1 + 5 * n % 67, 1 + 11 * n % 67) for n in range(1, 68)]
@@ -293,7 +231,7 @@ def test_row_kernels_stay_inside(isa, dtype, kind, rng):
 
 
 @dtypes
-@kinds
+@guards
 def test_packing_stays_inside(isa, dtype, kind, rng):
     for L, width in ((1, 1), (3, 7), (63, 5), (64, 16), (65, 17), (70, 33)):
         x = rng.standard_normal((2, L, 3, width)).astype(dtype)

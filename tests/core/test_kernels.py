@@ -7,7 +7,7 @@ long double for float64. Below the smallest normal number results are 0, and ope
 import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
-from support import VECTOR_BYTES, dtypes, padded, same_bits
+from support import VECTOR_BYTES, dtypes, padded, same_bits, unaligned
 
 import fastmha
 from fastmha import _core, reference
@@ -195,11 +195,7 @@ def strided(x):
     yield "backwards", np.ascontiguousarray(x[..., ::-1])[..., ::-1]
     yield "padded", padded(x)
     yield "step", np.repeat(x, 2, axis=-1)[..., ::2]
-    memory = np.empty(x.nbytes + 1, np.uint8)[1:]
-    if x.size:
-        view = memory.view(x.dtype).reshape(x.shape)
-        view[...] = x
-        yield "unaligned", view
+    yield "unaligned", unaligned(x)
     frozen = x.copy()
     frozen.flags.writeable = False
     yield "read-only", frozen

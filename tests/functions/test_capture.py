@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import LAYOUTS, NAMED, draw, dtypes, fails, in_float64, padded, same_bits, weights_bound
+from support import LAYOUTS, NAMED, draw, dtypes, fails, in_float64, padded, same_bits, unaligned, weights_bound
 
 import fastmha
 from fastmha import Capture, capture, reference
@@ -71,9 +71,6 @@ def masks(dtype):
     gone = rng.random((B, H, LQ, LK)) < 0.4
     gone[1, 2, 1] = gone[:, :, 30] = True
     additive = np.where(gone, -np.inf, rng.standard_normal(gone.shape)).astype(dtype)
-    memory = np.empty(additive.nbytes + 1, np.uint8)[1:]
-    unaligned = memory.view(dtype).reshape(additive.shape)
-    unaligned[...] = additive
     return {
         "none": None,
         "bool of two axes": gone[0, 0],
@@ -87,7 +84,7 @@ def masks(dtype):
         "additive of keys, two axes": additive[0, 0, :1],
         "additive with zero strides": np.broadcast_to(additive[:, :1, :1], gone.shape),
         "additive with a step": np.repeat(additive, 2, axis=2)[:, :, ::2],
-        "additive, unaligned": unaligned,
+        "additive, unaligned": unaligned(additive),
         "additive, everything removed": np.full((LQ, LK), -np.inf, dtype),
     }
 

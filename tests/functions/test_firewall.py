@@ -5,7 +5,7 @@ Bits are compared as integers, so NaN equals NaN and 0 differs from -0.
 
 import numpy as np
 import pytest
-from support import algorithms, bits, draw, dtypes, padded, run, same_bits
+from support import RESULTS, algorithms, assert_same, bits, draw, dtypes, padded, run, same_bits
 
 import fastmha
 from fastmha import reference
@@ -79,9 +79,10 @@ def poisoned(x, b, h, i, poison):
     return changed
 
 
-def equal_where(a, b, rows):
-    """Bits equal at the True entries of `rows`, which indexes the first axes."""
-    return np.array_equal(bits(a)[rows], bits(b)[rows])
+def assert_unchanged(clean, dirty, rows, keys, place):
+    """The bits of out, lse and grad_q where `rows` (B, H, Lq) is True, of grad_k and grad_v where `keys` (B, Hkv, Lk) is."""
+    for name, x, y, where in zip(RESULTS, clean, dirty, (rows, rows, rows, keys, keys), strict=True):
+        assert same_bits(x[where], y[where]), (name, place)
 
 
 def poisonings(kind, places):
@@ -105,16 +106,14 @@ def test_a_removed_key_and_value_change_no_bit_of_the_rows(dtype, algorithm, kin
         members = slice(n * GROUP, (n + 1) * GROUP)
         safe = np.ones((B, H, LQ), bool)
         safe[b, members] = gone[b, members, :, j]
-        for name, x, y in zip(("out", "lse", "grad_q"), clean, dirty, strict=False):
-            assert equal_where(x, y, safe), (name, b, n, j)
         # A key's gradients come from its queries: they stay where none of these attends the poison.
         safe_keys = np.ones((B, HKV, LK), bool)
         attends = ~gone[b, members]  # (group, Lq, Lk)
         safe_keys[b, n] = ~(attends & attends[:, :, j, None]).any(axis=(0, 1))
-        for name, x, y in zip(("grad_k", "grad_v"), clean[3:], dirty[3:], strict=True):
-            assert equal_where(x, y, safe_keys), (name, b, n, j)
-            if not attends[:, :, j].any():
-                assert not bits(y)[b, n, j].any()  # +0, exactly
+        assert_unchanged(clean, dirty, safe, safe_keys, (b, n, j))
+        if not attends[:, :, j].any():
+            for x in dirty[3:]:
+                assert not bits(x)[b, n, j].any()  # +0, exactly
 
 
 @dtypes
@@ -131,12 +130,9 @@ def test_a_query_and_its_gradient_change_no_bit_of_the_keys_it_does_not_attend(d
             dirty = run(fastmha, q_dirty, k, v, g_dirty, algorithm=algorithm, **keywords)
             others = np.ones((B, H, LQ), bool)
             others[b, h, i] = gone[b, h, i].all()  # an empty row belongs to nobody, not even to itself
-            for name, x, y in zip(("out", "lse", "grad_q"), clean, dirty, strict=False):
-                assert equal_where(x, y, others), (name, which, b, h, i)
             keys = np.ones((B, HKV, LK), bool)
             keys[b, h // GROUP] = gone[b, h, i]
-            for name, x, y in zip(("grad_k", "grad_v"), clean[3:], dirty[3:], strict=True):
-                assert equal_where(x, y, keys), (name, which, b, h, i)
+            assert_unchanged(clean, dirty, others, keys, (which, b, h, i))
 
 
 @dtypes
@@ -155,8 +151,7 @@ def test_the_firewall_holds_in_every_kind_of_product(isa, dtype, algorithm, D, D
         k_dirty, v_dirty = padded(k), padded(v)
         k_dirty[:, :, ::3] = poison
         v_dirty[:, :, ::3] = poison
-        for x, y in zip(clean, run(fastmha, q, k_dirty, v_dirty, g, **keywords), strict=True):
-            assert same_bits(x, y)
+        assert_same(clean, run(fastmha, q, k_dirty, v_dirty, g, **keywords))
 
 
 @dtypes
@@ -190,8 +185,7 @@ def test_weights_of_removed_keys_are_zero_whatever_the_keys_hold(dtype, algorith
     clean = fastmha.scaled_dot_product_attention(q, k, v, mask)
     k_dirty, v_dirty = padded(k), padded(v)
     k_dirty[:, :, 2], v_dirty[:, :, 2] = np.nan, np.inf
-    for x, y in zip(clean, fastmha.scaled_dot_product_attention(q, k_dirty, v_dirty, mask), strict=True):
-        assert same_bits(x, y)
+    assert_same(clean, fastmha.scaled_dot_product_attention(q, k_dirty, v_dirty, mask))
     assert not clean[1][..., 2].any()
     assert not clean[1][:, :, 1].any()
 
@@ -325,8 +319,7 @@ def test_empty_rows_are_zero_and_contribute_no_gradient(isa, dtype, algorithm, k
     for poison in (np.nan, np.inf, 1e30):  # whatever the empty rows hold
         q_dirty, g_dirty = padded(q), padded(g)
         q_dirty[empty] = g_dirty[empty] = poison
-        for x, y in zip(clean, run(fastmha, q_dirty, k, v, g_dirty, **keywords), strict=True):
-            assert same_bits(x, y)
+        assert_same(clean, run(fastmha, q_dirty, k, v, g_dirty, **keywords))
 
 
 @dtypes

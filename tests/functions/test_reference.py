@@ -4,52 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from support import ILL_SCALED, draw_ill_scaled, ill_scaled, oracle, run
-from support import draw as draw_operands
+from support import ADDITIVE, BLOCKED, PER_HEAD, SMALL, SMALL_CALLS, assert_gradient, assert_same, draw_small, every_case
 
 from fastmha import reference
 
-B, H, HKV, LQ, LK, D, DV = 2, 4, 2, 3, 4, 3, 2
-
-BLOCKED = np.zeros((LQ, LK), bool)
-BLOCKED[0, 2] = BLOCKED[2, 0] = BLOCKED[2, 3] = True
-PER_HEAD = np.random.default_rng(5).random((B, H, LQ, LK)) < 0.3
-ADDITIVE = np.where(PER_HEAD, -np.inf, np.random.default_rng(6).standard_normal((B, H, LQ, LK)))
-EMPTY_ROW = np.zeros((1, 1, LQ, LK), bool)
-EMPTY_ROW[..., 1, :] = True
-
-CASES = {
-    "plain": {},
-    "scale and softcap": {"scale": 0.7, "softcap": 1.5},
-    "bool mask of two axes": {"mask": BLOCKED},
-    "bool mask per head": {"mask": PER_HEAD},
-    "bool mask of keys": {"mask": PER_HEAD[:, :1, :1]},
-    "additive mask": {"mask": ADDITIVE, "softcap": 2.0},
-    "additive mask of two axes": {"mask": ADDITIVE[0, 0]},
-    "causal": {"is_causal": True, "offset": 0},
-    "causal to the end": {"is_causal": True, "offset": LK - LQ},
-    "causal, an offset per batch row": {"is_causal": True, "offset": np.array([1, -1])},
-    "window": {"window": (1, 0), "offset": 1},
-    "window to the right, an offset per batch row": {"window": (None, 1), "offset": np.array([-2, 1])},
-    "window to the left": {"window": (1, None), "offset": 2},
-    "padding": {"key_padding_lengths": np.array([3, 0])},
-    "empty row": {"mask": EMPTY_ROW},
-    "all together": {
-        "mask": ADDITIVE, "is_causal": True, "offset": np.array([1, 2]), "window": (2, 3),
-        "key_padding_lengths": np.array([4, 3]), "scale": 1.3, "softcap": 3.0,
-    },
-}  # fmt: skip
-every_case = pytest.mark.parametrize("keywords", CASES.values(), ids=CASES.keys())
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
-
-
-def draw(rng):
-    shapes = (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), (B, H, LQ, DV)
-    return [rng.standard_normal(shape) for shape in shapes]
+B, H, HKV, LQ, LK, D, DV = SMALL
 
 
 def may_attend(b, h, i, j, mask=None, is_causal=False, offset=0, key_padding_lengths=None, window=None, **_):
@@ -101,23 +60,11 @@ def attention_by_loops(q, k, v, allowed, mask=None, scale=None, softcap=None, **
     return out, lse, weights
 
 
-def central_differences(function, x, step=1e-5):
-    """Gradient of a scalar function that reads x, which is changed in place and restored."""
-    gradient = np.empty_like(x)
-    for index in np.ndindex(x.shape):
-        kept = x[index]
-        x[index] = kept + step
-        above = function()
-        x[index] = kept - step
-        below = function()
-        x[index] = kept
-        gradient[index] = (above - below) / (2 * step)
-    return gradient
-
-
-def assert_gradients_agree(analytic, numeric):
-    assert analytic.shape == numeric.shape
-    assert np.all(np.abs(analytic - numeric) <= 1e-5 * np.maximum(np.abs(analytic), np.abs(numeric)) + 1e-8)
+def poisoned(x, at, poison):
+    """x with a row of nothing but the poison."""
+    changed = x.copy()
+    changed[at] = poison
+    return changed
 
 
 def forward_backward(q, k, v, grad_out, keywords):
@@ -127,13 +74,9 @@ def forward_backward(q, k, v, grad_out, keywords):
     return out, lse, weights, *reference.attention_backward(grad_out, q, k, v, out, lse, **keywords)
 
 
-def same_bits(a, b):
-    return np.ascontiguousarray(a).view(np.int64) == np.ascontiguousarray(b).view(np.int64)
-
-
 @every_case
 def test_forward_equals_loops_over_single_numbers(rng, keywords):
-    q, k, v, _ = draw(rng)
+    q, k, v, _ = draw_small(rng)
     out, lse, weights = attention_by_loops(q, k, v, allowed_pairs(keywords), **keywords)
     found, found_lse = reference.attention(q, k, v, return_lse=True, **keywords)
     np.testing.assert_allclose(found, out, rtol=1e-13, atol=1e-14)
@@ -143,19 +86,16 @@ def test_forward_equals_loops_over_single_numbers(rng, keywords):
 
 @every_case
 def test_gradients_equal_central_differences_of_the_loops(rng, keywords):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     allowed = allowed_pairs(keywords)
     gradients = forward_backward(q, k, v, grad_out, keywords)[3:]
-    for x, analytic in zip((q, k, v), gradients, strict=True):
-        numeric = central_differences(
-            lambda: float(np.sum(grad_out * attention_by_loops(q, k, v, allowed, **keywords)[0])), x
-        )
-        assert_gradients_agree(analytic, numeric)
+    for name, x, analytic in zip("qkv", (q, k, v), gradients, strict=True):
+        assert_gradient(analytic, lambda: np.sum(grad_out * attention_by_loops(q, k, v, allowed, **keywords)[0]), x, name)
 
 
 @every_case
 def test_weights_sum_to_one_or_to_zero_in_an_empty_row_and_are_zero_where_removed(rng, keywords):
-    q, k, *_ = draw(rng)
+    q, k, *_ = draw_small(rng)
     allowed = allowed_pairs(keywords)
     weights = reference.attention_weights(q, k, **keywords)
     np.testing.assert_allclose(weights.sum(axis=-1), allowed.any(axis=-1), rtol=1e-14)
@@ -164,57 +104,54 @@ def test_weights_sum_to_one_or_to_zero_in_an_empty_row_and_are_zero_where_remove
 
 @every_case
 def test_empty_rows_have_no_output_no_weights_and_no_gradient(rng, keywords):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     empty = ~allowed_pairs(keywords).any(axis=-1)
     out, lse, weights, grad_q, grad_k, grad_v = forward_backward(q, k, v, grad_out, keywords)
     assert all(np.all(x[empty] == 0) for x in (out, weights, grad_q))
     assert np.array_equal(lse == -np.inf, empty)
     grad_out[empty] = q[empty] = np.nan
     after = forward_backward(q, k, v, grad_out, keywords)
-    assert all(same_bits(x, y).all() for x, y in zip((out, lse, weights, grad_q, grad_k, grad_v), after, strict=True))
+    assert_same(after, (out, lse, weights, grad_q, grad_k, grad_v))
 
 
 def test_the_cases_contain_empty_rows():
-    with_empty_rows = {name for name, keywords in CASES.items() if not allowed_pairs(keywords).any(axis=-1).all()}
+    with_empty_rows = {name for name, keywords in SMALL_CALLS.items() if not allowed_pairs(keywords).any(axis=-1).all()}
     assert {"padding", "empty row", "causal, an offset per batch row"} <= with_empty_rows
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+poisons = pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+
+
+@poisons
 @every_case
 def test_a_removed_key_or_value_changes_no_bit_of_the_query(rng, keywords, poison):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     allowed = allowed_pairs(keywords)
     before = forward_backward(q, k, v, grad_out, keywords)
     for b, g, j in np.ndindex(B, HKV, LK):
-        poisoned_k, poisoned_v = k.copy(), v.copy()
-        poisoned_k[b, g, j] = poisoned_v[b, g, j] = poison
-        after = forward_backward(q, poisoned_k, poisoned_v, grad_out, keywords)
-        free = np.ones((B, H, LQ), bool)
+        after = forward_backward(q, poisoned(k, (b, g, j), poison), poisoned(v, (b, g, j), poison), grad_out, keywords)
         group = slice(g * (H // HKV), (g + 1) * (H // HKV))
+        free = np.ones((B, H, LQ), bool)
         free[b, group] = ~allowed[b, group, :, j]
-        for x, y in zip(before[:4], after[:4], strict=True):  # out, lse, weights, grad_q
-            assert same_bits(x[free], y[free]).all()
+        assert_same([x[free] for x in after[:4]], [x[free] for x in before[:4]])  # out, lse, weights, grad_q
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@poisons
 @every_case
 def test_a_removed_query_or_output_gradient_changes_no_bit_of_the_key(rng, keywords, poison):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     allowed = allowed_pairs(keywords)
     before = forward_backward(q, k, v, grad_out, keywords)
     for b, h, i in np.ndindex(B, H, LQ):
-        poisoned_q, poisoned_grad = q.copy(), grad_out.copy()
-        poisoned_q[b, h, i] = poisoned_grad[b, h, i] = poison
-        after = forward_backward(poisoned_q, k, v, poisoned_grad, keywords)
+        after = forward_backward(poisoned(q, (b, h, i), poison), k, v, poisoned(grad_out, (b, h, i), poison), keywords)
         free = np.ones((B, HKV, LK), bool)
         free[b, h // (H // HKV)] = ~allowed[b, h, i]
-        for x, y in zip(before[4:], after[4:], strict=True):  # grad_k, grad_v
-            assert same_bits(x[free], y[free]).all()
+        assert_same([x[free] for x in after[4:]], [x[free] for x in before[4:]])  # grad_k, grad_v
 
 
 @every_case
 def test_a_nan_that_may_be_attended_reaches_the_rows_that_attend_it(rng, keywords):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     allowed = allowed_pairs(keywords)
     j = 1
     v[:, :, j] = np.nan
@@ -222,13 +159,13 @@ def test_a_nan_that_may_be_attended_reaches_the_rows_that_attend_it(rng, keyword
     assert np.array_equal(np.isnan(out).all(axis=-1), allowed[..., j])
     assert np.array_equal(np.isnan(grad_q).all(axis=-1), allowed[..., j])
     assert np.isfinite(weights).all()
-    _, k, v, grad_out = draw(rng)
+    _, k, v, grad_out = draw_small(rng)
     k[:, :, j] = np.nan
     out, lse, weights, *_ = forward_backward(q, k, v, grad_out, keywords)
     assert np.array_equal(np.isnan(out).all(axis=-1), allowed[..., j])
     assert np.array_equal(np.isnan(lse), allowed[..., j])
     assert np.array_equal(np.isnan(weights), allowed & allowed[..., j, None])
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     grad_out[:, :, 0] = np.nan
     grad_k, grad_v = forward_backward(q, k, v, grad_out, keywords)[4:]
     reached = allowed[:, :, 0].reshape(B, HKV, H // HKV, LK).any(axis=2)
@@ -237,7 +174,7 @@ def test_a_nan_that_may_be_attended_reaches_the_rows_that_attend_it(rng, keyword
 
 
 def test_an_infinite_value_that_may_be_attended_is_an_infinite_output(rng):
-    q, k, v, _ = draw(rng)
+    q, k, v, _ = draw_small(rng)
     finite = reference.attention(q, k, v)
     v[0, 0, 1, 0] = np.inf
     out = reference.attention(q, k, v)
@@ -259,7 +196,7 @@ def test_a_score_of_minus_infinity_from_the_operands_has_probability_zero():
 
 @every_case
 def test_layouts_agree(rng, keywords):
-    inputs = draw(rng)
+    inputs = draw_small(rng)
     q, k, v, grad_out = inputs
     expected = forward_backward(q, k, v, grad_out, keywords)
     q, k, v, grad_out = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in inputs)
@@ -274,7 +211,7 @@ def test_layouts_agree(rng, keywords):
 
 @every_case
 def test_float32_stays_float32_and_inputs_stay_unwritten(rng, keywords):
-    inputs = draw(rng)
+    inputs = draw_small(rng)
     mask = keywords.get("mask")
     in_double = forward_backward(*inputs, keywords)
     if mask is not None and mask.dtype != bool:
@@ -316,7 +253,7 @@ def test_keys_without_width_have_equal_scores(rng):
 
 
 def test_offset_defaults_to_zero_for_equal_lengths_only(rng):
-    q, k, v, _ = draw(rng)
+    q, k, v, _ = draw_small(rng)
     for keywords in ({"is_causal": True}, {"window": (1, 0)}):
         square = reference.attention(q, k[:, :, :LQ], v[:, :, :LQ], **keywords)
         assert np.array_equal(square, reference.attention(q, k[:, :, :LQ], v[:, :, :LQ], offset=0, **keywords))
@@ -325,7 +262,7 @@ def test_offset_defaults_to_zero_for_equal_lengths_only(rng):
 
 
 def test_additive_and_boolean_masks_agree(rng):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     additive = np.where(PER_HEAD, -np.inf, 0.0)
     for x, y in zip(
         forward_backward(q, k, v, grad_out, {"mask": additive}),
@@ -336,14 +273,14 @@ def test_additive_and_boolean_masks_agree(rng):
 
 
 def test_large_scores_stay_finite(rng):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     results = forward_backward(1000 * q, 1000 * k, v, grad_out, {})
     assert all(np.isfinite(x).all() for x in results)
     assert np.abs(results[1]).max() > 700
 
 
 def test_out_is_filled_and_returned(rng):
-    q, k, v, _ = draw(rng)
+    q, k, v, _ = draw_small(rng)
     for layout in ("BHLD", "BLHD"):
         a, b, c = (x if layout == "BHLD" else x.swapaxes(1, 2) for x in (q, k, v))
         expected = reference.attention(a, b, c, layout=layout)
@@ -354,7 +291,7 @@ def test_out_is_filled_and_returned(rng):
 
 
 def test_algorithm_and_threads_are_ignored(rng):
-    q, k, v, grad_out = draw(rng)
+    q, k, v, grad_out = draw_small(rng)
     out, lse = reference.attention(q, k, v, return_lse=True, algorithm="tiled", num_threads=3)
     assert np.array_equal(out, reference.attention(q, k, v))
     reference.attention_backward(grad_out, q, k, v, out, lse, algorithm="blas", num_threads=3)
@@ -372,15 +309,14 @@ def test_softmax_equals_a_hand_count_and_has_zeros_for_rows_of_minus_infinity():
 def test_softmax_gradient_equals_central_differences(rng):
     x, grad_output = rng.standard_normal((2, 2, 3, 5))
     analytic = reference.softmax_backward(grad_output, reference.softmax(x))
-    numeric = central_differences(lambda: float(np.sum(grad_output * reference.softmax(x))), x)
-    assert_gradients_agree(analytic, numeric)
+    assert_gradient(analytic, lambda: np.sum(grad_output * reference.softmax(x)), x)
 
 
 @pytest.mark.parametrize(
     "mask", [None, BLOCKED, PER_HEAD[:, 0], ADDITIVE[:, 0]], ids=["none", "2-d", "3-d", "additive"]
 )
 def test_scaled_dot_product_attention_is_attention_with_one_head(rng, mask):
-    q, k, v, _ = (x[:, 0] for x in draw(rng))
+    q, k, v, _ = (x[:, 0] for x in draw_small(rng))
     output, weights = reference.scaled_dot_product_attention(q, k, v, mask)
     for b in range(B):
         scores = q[b] @ k[b].T / math.sqrt(D)
@@ -394,7 +330,7 @@ def test_scaled_dot_product_attention_is_attention_with_one_head(rng, mask):
 
 
 def test_scaled_dot_product_attention_takes_a_head_axis(rng):
-    q, k, v, _ = draw(rng)
+    q, k, v, _ = draw_small(rng)
     output, weights = reference.scaled_dot_product_attention(q[:, :HKV], k, v, PER_HEAD[:, :HKV])
     for h in range(HKV):
         one, one_weights = reference.scaled_dot_product_attention(q[:, h], k[:, h], v[:, h], PER_HEAD[:, h])
@@ -457,12 +393,12 @@ def test_gradients_of_the_whole_module_equal_central_differences(rng, case):
 
     def loss():
         forward = reference.mha_forward_backward(X, weights, heads, kv_heads, context, **keywords)
-        return float(np.sum(grad_output * forward["output"]))
+        return np.sum(grad_output * forward["output"])
 
     inputs = {"X": X, **weights} | ({} if context is None else {"context": context})
     assert {name for name in result if name.startswith("grad_")} == {"grad_" + name for name in inputs}
     for name, x in inputs.items():
-        assert_gradients_agree(result["grad_" + name], central_differences(loss, x))
+        assert_gradient(result["grad_" + name], loss, x, name)
 
 
 def test_the_module_equals_projections_by_hand(rng):
@@ -515,195 +451,3 @@ def test_two_tokens_worked_by_hand():
     # grad_scores: 1/4 * (4 - 7), 3/4 * (8 - 7); 1/2 * (4 - 6), 1/2 * (8 - 6)
     np.testing.assert_allclose(grad_k.ravel(), [-0.75, 0.75], rtol=1e-14)
     np.testing.assert_allclose(grad_q.ravel(), [0.75 * math.log(3), math.log(3)], rtol=1e-14)
-
-
-# ------------------------------------------------------------------------------------------------- the bounds of rounding
-
-RULES = {"plain": {}, "causal": {"is_causal": True}, "softcap": {"softcap": 5.0}}
-every_rule = pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-
-
-def beyond(results, arrays, dtype=np.float32, **rules):
-    """The largest error, in bounds, of each of out, lse, grad_q, grad_k, grad_v; infinite where it is no number."""
-    exact, bounds = oracle(*arrays, dtype, **rules)
-    errors = [np.abs(got.astype(np.float64) - wanted) / bound for got, wanted, bound in zip(results, exact, bounds)]
-    return [float(np.nan_to_num(error, nan=np.inf).max(initial=0)) for error in errors]
-
-
-@ill_scaled
-@every_rule
-def test_plain_numpy_in_float32_errs_by_less_than_half_of_the_bounds(kind, rules, rng):
-    arrays = draw_ill_scaled(kind, rng, 2, 4, 2, 65, 65, 64, 64)
-    assert max(beyond(run(reference, *arrays, **rules), arrays, **rules)) < 0.5
-
-
-def with_bits(x, n):
-    """x rounded to n significant bits."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.round(np.ldexp(mantissa, n)), exponent - n)
-
-
-def textbook(arrays, is_causal=False, scale=0.125, width=None, bits=None, peaks=None, pairs=None, by_lse=False, mask=None):
-    """Attention in float32, forward and backward, with a fault: operands or exponentials of few bits, other rows' peaks,
-    other pairs than is_causal says, probabilities backward that trust lse."""
-    q, k, v, g = arrays if width is None else (with_bits(x, width) for x in arrays)
-    scores = (q @ k.swapaxes(-1, -2)) * np.float32(scale) + (0 if mask is None else mask)
-    gone = np.triu(np.ones(scores.shape[-2:], bool), 1) if is_causal else np.zeros(scores.shape[-2:], bool)
-    scores[pairs(scores, gone) if pairs else np.broadcast_to(gone, scores.shape)] = -np.inf
-    top = scores.max(axis=-1, keepdims=True)
-    with np.errstate(all="ignore"):
-        weights = np.exp(scores - (peaks(top) if peaks else top))
-        total = weights.sum(axis=-1, keepdims=True)
-        lse = top + np.log(total)
-        weights = (with_bits(weights, bits) if bits else weights) / total
-        out = weights @ v
-        if by_lse:
-            weights = np.exp(scores - lse)
-        z = g @ v.swapaxes(-1, -2) - (g * out).sum(axis=-1, keepdims=True)
-        grad_scores = weights * z * np.float32(scale)
-        columns, grads = weights.swapaxes(-1, -2), grad_scores.swapaxes(-1, -2)
-        return out, lse[..., 0], grad_scores @ k, grads @ q, columns @ g
-
-
-def without_its_peak(scores, gone):
-    """One pair less: the key with the largest score of one row."""
-    gone = np.broadcast_to(gone, scores.shape).copy()
-    gone[0, 0, 30, np.where(gone[0, 0, 30], -np.inf, scores[0, 0, 30]).argmax()] = True
-    return gone
-
-
-def one_key_later(scores, gone):
-    return np.broadcast_to(np.triu(gone, 2), scores.shape)
-
-
-def one_key_earlier(scores, gone):
-    return np.broadcast_to(np.triu(np.ones(gone.shape, bool), 0) & (np.arange(len(gone)) > 0), scores.shape)
-
-
-MOST = [kind for kind in ILL_SCALED if kind != "tiny"]      # where scores are not all 0
-FAULTS = {
-    "operands of 8 bits, as bfloat16 has": ({"width": 8}, ILL_SCALED, "plain"),
-    "operands of 11 bits, as float16 and TF32 have": ({"width": 11}, ILL_SCALED, "plain"),
-    "operands of 16 bits": ({"width": 16}, MOST, "plain"),
-    "a key dropped": ({"pairs": without_its_peak}, ILL_SCALED, "causal"),
-    "a key too many": ({"pairs": one_key_later}, ILL_SCALED, "causal"),
-    "a key too few": ({"pairs": one_key_earlier}, ILL_SCALED, "causal"),
-    "the scale off by 1e-5": ({"scale": 0.125 * (1 + 1e-5)}, MOST, "plain"),
-    "the peak of another row": (
-        {"peaks": lambda top: np.roll(top, 1, axis=2)}, ["scores x900", "scores to 1e9", "offset 100", "keys offset 100"], "plain"
-    ),
-    "exponentials of 12 bits": ({"bits": 12}, [kind for kind in MOST if kind != "scores to 1e9"], "plain"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("fault", "kind"), [(fault, kind) for fault, (_, kinds, _) in FAULTS.items() for kind in kinds])
-def test_what_a_wrong_kernel_errs_by_is_beyond_the_bounds(fault, kind, rng):
-    arrays = draw_ill_scaled(kind, rng, 2, 4, 4, 65, 65, 64, 64)
-    change, _, rules = FAULTS[fault]
-    right = beyond(textbook(arrays, **RULES[rules]), arrays, **RULES[rules])
-    wrong = beyond(textbook(arrays, **RULES[rules], **change), arrays, **RULES[rules])
-    assert max(right) < 0.5
-    assert max(wrong) > 1
-
-
-def test_a_backward_pass_that_trusts_a_large_lse_is_beyond_the_bounds(rng):
-    """All probabilities of a row are 1: each could be, but not all of them."""
-    arrays = [x.astype(np.float32) for x in draw_operands(rng, 2, 4, 4, 65, 65, 64, 64)]
-    mask = np.full((65, 65), np.float32(-1e9))
-    for by_lse in (False, True):
-        worst = max(beyond(textbook(arrays, mask=mask, by_lse=by_lse), arrays, mask=mask))
-        assert (worst > 1) == by_lse
-
-
-@ill_scaled
-@every_rule
-def test_bounds_are_finite_and_positive(kind, rules, rng):
-    for dtype in (np.float32, np.float64):
-        arrays = draw_ill_scaled(kind, rng, 1, 2, 1, 9, 9, 4, 3)
-        for low in (0, -1e9, np.finfo(dtype).min):
-            mask = np.where(rng.random((9, 9)) < 0.5, low, 0)
-            mask[3] = low
-            for bound in reference.error_bounds(*(x.astype(np.float64) for x in arrays), dtype, mask=mask, **rules):
-                assert np.isfinite(bound).all()
-                assert (bound > 0).all()
-
-
-def test_bounds_of_float64_do_not_overflow_before_the_results_do(rng):
-    q, k, v, g = draw_operands(rng, 1, 2, 1, 9, 17, 4, 3)
-    ordinary = reference.error_bounds(q, k, v, g, np.float64)
-    large = reference.error_bounds(q * 1e-80, k * 1e80, v * 1e160, g * 1e-20, np.float64)
-    for bound, same, size in zip(large, ordinary, (1e160, 1, 1e220, 1e60, 1e-20)):
-        np.testing.assert_allclose(bound, same * size, rtol=1e-6)
-
-
-@every_case
-def test_bounds_of_float64_hold_against_extended_precision(rng, keywords):
-    if np.finfo(np.longdouble).eps > 1e-18:
-        pytest.skip("longdouble is no more than double here")
-    q, k, v, g = draw(rng)
-    results = forward_and_backward(q, k, v, g, keywords)
-    exact = forward_and_backward(*(x.astype(np.longdouble) for x in (q, k, v, g)), keywords)
-    for got, wanted, bound in zip(results, exact, reference.error_bounds(q, k, v, g, np.float64, **keywords)):
-        finite = np.isfinite(wanted)
-        assert (np.abs(got[finite] - wanted[finite]) <= bound[finite]).all()
-
-
-def forward_and_backward(q, k, v, g, keywords):
-    out, lse = reference.attention(q, k, v, return_lse=True, **keywords)
-    return out, lse, *reference.attention_backward(g, q, k, v, out, lse, **keywords)
-
-
-@every_case
-def test_bounds_have_the_shapes_of_the_results_in_either_layout(rng, keywords):
-    operands = draw(rng)
-    by_head = reference.error_bounds(*operands, np.float32, **keywords)
-    assert [x.shape for x in by_head] == [(B, H, LQ, DV), (B, H, LQ), (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV)]
-    by_row = reference.error_bounds(*(x.swapaxes(1, 2) for x in operands), np.float32, layout="BLHD", **keywords)
-    for x, y in zip(by_head, by_row):
-        np.testing.assert_allclose(x, y if y.ndim == 3 else y.swapaxes(1, 2), rtol=1e-9)
-
-
-@pytest.mark.parametrize(
-    "sizes", [(0, 2, 2, 3, 4, 3, 2), (2, 0, 0, 3, 4, 3, 2), (2, 2, 2, 0, 4, 3, 2), (2, 2, 2, 3, 0, 3, 2), (2, 2, 1, 3, 4, 0, 2),
-              (2, 2, 1, 3, 4, 3, 0)]
-)  # fmt: skip
-def test_bounds_of_empty_arrays(sizes, rng):
-    batch, heads, kv_heads, rows, keys, width, value_width = sizes
-    shapes = (batch, heads, rows, width), (batch, kv_heads, keys, width), (batch, kv_heads, keys, value_width)
-    q, k, v = (rng.standard_normal(shape) for shape in shapes)
-    g = rng.standard_normal((batch, heads, rows, value_width))
-    found = reference.error_bounds(q, k, v, g, np.float32)
-    assert [x.shape for x in found] == [g.shape, g.shape[:3], q.shape, k.shape, v.shape]
-    assert all(np.isfinite(x).all() for x in found)
-
-
-def test_an_empty_row_and_a_key_that_nobody_attends_have_no_error(rng):
-    gone = np.zeros((LQ, LK), bool)
-    gone[1] = gone[:, 2] = True
-    out, lse, grad_q, grad_k, grad_v = reference.error_bounds(*draw(rng), np.float32, mask=gone)
-    for none in (out[:, :, 1], lse[:, :, 1], grad_q[:, :, 1], grad_k[:, :, 2], grad_v[:, :, 2]):
-        assert none.max() < 1e-35
-    assert out[:, :, 0].min() > 1e-9
-
-
-def test_the_sign_of_the_scale_changes_no_bound(rng):
-    q, k, v, g = draw(rng)
-    for x, y in zip(
-        reference.error_bounds(q, k, v, g, np.float32, scale=-0.7), reference.error_bounds(-q, k, v, g, np.float32, scale=0.7)
-    ):
-        np.testing.assert_array_equal(x, y)
-
-
-def test_a_product_errs_within_its_bounds_and_without_a_term_beyond_them(rng):
-    for terms in (1, 2, 7, 64, 1000):
-        a, b = (rng.standard_normal(shape).astype(np.float32) + 3 for shape in ((40, terms), (terms, 50)))
-        wide = a.astype(np.float64), b.astype(np.float64)
-        bounds, exact = reference.product_error_bounds(*wide, np.float32), wide[0] @ wide[1]
-        one_by_one = np.zeros((40, 50), np.float32)
-        for i in range(terms):
-            one_by_one += a[:, i, None] * b[i]
-        for product in (a @ b, one_by_one):
-            assert (np.abs(product - exact) <= 0.6 * bounds).all()
-        assert (np.abs(wide[0][:, 1:] @ wide[1][1:] - exact) > bounds).any()
-        half = a.astype(np.float16).astype(np.float32)
-        assert (np.abs(half @ b - exact) > bounds).any()

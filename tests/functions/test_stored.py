@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support import assert_same, dtypes, same_bits
+from support import Guard, assert_same, dtypes, guards, padded, same_bits
 
 import fastmha
 from fastmha import algorithms, validate
@@ -39,9 +39,7 @@ def converted(x, dtype):
 def apart(x, layout="BHLD"):
     """A view of x (B, H, L, width) in the layout's order, rows and heads apart in memory that holds NaN elsewhere."""
     x = x if layout == "BHLD" else x.swapaxes(1, 2)
-    around = np.full([n + 3 for n in x.shape], NAN_BITS if x.dtype == np.uint16 else np.nan, x.dtype)
-    inside = around[tuple(slice(1, n + 1) for n in x.shape)]
-    inside[...] = x
+    inside = padded(x, NAN_BITS if x.dtype == np.uint16 else np.nan)
     return inside if layout == "BHLD" else inside.swapaxes(1, 2)
 
 
@@ -297,10 +295,8 @@ def test_an_attended_nan_reaches_exactly_its_rows(isa, dtype, storage, name, rng
 @dtypes
 @storages
 @names
-@pytest.mark.parametrize("kind", ["end", "end, rows apart", "start"])
+@guards
 def test_no_load_leaves_the_stored_arrays(isa, dtype, storage, name, kind, rng):
-    from test_guard_pages import Guard
-
     widths = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 70, 127)
     for n, Lk in enumerate((1, 2, 3, 5, 7, 9, 15, 17, 31, 33, 63, 65, 129, 191, 193, 511, 513)):
         Lq = 1 + n % 3
@@ -319,8 +315,6 @@ def test_no_load_leaves_the_stored_arrays(isa, dtype, storage, name, kind, rng):
 @names
 @pytest.mark.parametrize("kind", ["end", "start"])
 def test_no_load_leaves_stored_rows_of_any_width(isa, storage, name, kind, rng):
-    from test_guard_pages import Guard
-
     for width in range(1, 71):
         q, k, v = draw(rng, np.float32, storage, 1, 1, 1, 1, 1 + width % 5, width, 71 - width)
         plain = make_problem(q, converted(k, np.float32), converted(v, np.float32))

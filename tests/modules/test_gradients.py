@@ -2,33 +2,11 @@
 
 import numpy as np
 import pytest
-from support import normal
+from support import assert_gradient, normal
 
 import fastmha
 
-EPSILON = 1e-5
 B, L, LK, D_MODEL, HEADS = 2, 4, 5, 6, 2
-
-
-def central_differences(loss, x):
-    """d loss() / d x by moving every element of x both ways."""
-    gradient = np.empty(x.shape)
-    for index in np.ndindex(x.shape):
-        middle = x[index]
-        x[index] = middle + EPSILON
-        above = loss()
-        x[index] = middle - EPSILON
-        below = loss()
-        x[index] = middle
-        gradient[index] = (above - below) / (2 * EPSILON)
-    return gradient
-
-
-def assert_equals_differences(analytic, loss, x, name):
-    numeric = central_differences(loss, x)
-    assert analytic.shape == numeric.shape
-    allowed = 1e-5 * np.maximum(np.abs(analytic), np.abs(numeric)) + 1e-8
-    assert (np.abs(analytic - numeric) <= allowed).all(), f"{name}: {np.abs(analytic - numeric).max()}"
 
 
 def assert_module_gradients(m, X, context=None, **keywords):
@@ -45,13 +23,13 @@ def assert_module_gradients(m, X, context=None, **keywords):
 
     m.forward(X, **keywords)
     grad_X = m.backward(grad_output)
-    assert_equals_differences(grad_X, loss, X, "X")
+    assert_gradient(grad_X, loss, X, "X")
     pair = isinstance(context, tuple)
     for gradient, x in zip(m.grad_context, context) if pair else [] if context is None else [(m.grad_context, context)]:
-        assert_equals_differences(gradient, loss, x, "context")
+        assert_gradient(gradient, loss, x, "context")
     for name, gradient in m.gradients().items():
         assert np.abs(gradient).max() > 1e-3 or name == "b_K", name  # nothing to compare would agree, too
-        assert_equals_differences(gradient, loss, m.parameters()[name], name)
+        assert_gradient(gradient, loss, m.parameters()[name], name)
 
 
 # -------------------------------------------------------------------------------------------------------------- modules
@@ -237,7 +215,7 @@ def test_no_gradient_passes_a_masked_pair(kind):
 def test_softmax_backward(shape):
     x, g = normal(*shape), normal(*shape, seed=2)
     analytic = fastmha.softmax_backward(g, fastmha.softmax(x))
-    assert_equals_differences(analytic, lambda: (fastmha.softmax(x) * g).sum(), x, "x")
+    assert_gradient(analytic, lambda: (fastmha.softmax(x) * g).sum(), x, "x")
 
 
 def test_softmax_backward_of_removed_entries_is_zero():
@@ -296,4 +274,4 @@ def test_attention_backward(keywords, layout, kv_heads):
     gradients = fastmha.attention_backward(grad_out, q, k, v, out, lse, layout=layout, **keywords)
     for name, x, gradient in zip("qkv", (q, k, v), gradients, strict=True):
         assert np.abs(gradient).max() > 1e-3
-        assert_equals_differences(gradient, loss, x, name)
+        assert_gradient(gradient, loss, x, name)

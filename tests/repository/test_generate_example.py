@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support import difference, script
 
 import fastmha
 from fastmha import reference
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "generate.py"
-if not EXAMPLE.exists():
-    pytest.skip("the examples are not next to these tests", allow_module_level=True)
+example = script("examples", "generate")
 
 needs_cache = pytest.mark.skipif(not hasattr(fastmha, "KVCache"), reason="needs fastmha.KVCache")
 V, B, L = 7, 2, 5
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("generate", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -51,7 +38,7 @@ def loss_of(example, model, tokens, targets):
 
 
 def test_gradient_of_every_weight_is_that_of_finite_differences(example, small, tokens, rng):
-    targets, step = rng.integers(0, V, (B, L)), 1e-6
+    targets = rng.integers(0, V, (B, L))
     small.backward(example.cross_entropy(small.forward(tokens), targets.ravel())[1])
     grads = {name: grad.copy() for name, grad in small.grads().items()}
     params = small.params()
@@ -60,12 +47,7 @@ def test_gradient_of_every_weight_is_that_of_finite_differences(example, small, 
     for name, param in params.items():
         assert grads[name].shape == param.shape
         for place in {tuple(rng.integers(0, param.shape)) for _ in range(12)}:
-            before, losses = param[place], []
-            for moved in (before + step, before - step):
-                param[place] = moved
-                losses.append(loss_of(example, small, tokens, targets))
-            param[place] = before
-            slope = (losses[0] - losses[1]) / (2 * step)
+            slope = difference(lambda: loss_of(example, small, tokens, targets), param, place, 1e-6)
             assert abs(grads[name][place] - slope) < 1e-8, f"{name}{place}: {grads[name][place]:.3e}, slope {slope:.3e}"
 
 

@@ -1,29 +1,18 @@
 """The script benches/limits.py: its floors, its ratios, its checks of answers, on tiny sizes; no speed."""
 
-import importlib
 import json
 import math
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support import script
 
 import fastmha
 from fastmha.study.cases import case
 from fastmha.study.trial import ArmsDisagreeError
 
-PATH = Path(__file__).resolve().parents[2] / "benches" / "limits.py"
-
-
-@pytest.fixture(scope="module")
-def limits():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(PATH.parent)
-        yield importlib.import_module("limits")
-    for name in ("limits", "findings"):
-        del sys.modules[name]
+limits = script("benches", "limits")
 
 
 # ------------------------------------------------------------------------------------------------ floors and tables

@@ -1,29 +1,16 @@
 """The example with keys and values in files: any cut into pieces, what it prints, its exit status, nothing left behind."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support import script
 
 import fastmha
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "memmap_attention.py"
-if not EXAMPLE.exists():
-    pytest.skip("the examples are not next to these tests", allow_module_level=True)
+example = script("examples", "memmap_attention")
 
 TINY = ["--megabytes", "0.5", "--budget", "0.125", "--queries", "3", "--threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("memmap_attention", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def nothing(done):

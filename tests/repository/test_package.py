@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -236,18 +237,11 @@ MODULE_ATTRIBUTES = [
 ]  # fmt: skip
 
 
-def look_up(path):
-    found = fastmha
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
-
-
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_public_functions_take_their_arguments_in_this_order(path):
     """Positional ones exactly in order, from the first; those behind "*" by keyword only. More keywords may come."""
     positional, _, keywords = FUNCTIONS[path].partition("*")
-    parameters = inspect.signature(look_up(path)).parameters.values()
+    parameters = inspect.signature(attrgetter(path)(fastmha)).parameters.values()
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == positional.split()
     assert set(keywords.split()) <= {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -279,7 +273,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("path", DEFAULTS)
 def test_defaults_of_public_functions(path):
-    parameters = inspect.signature(look_up(path)).parameters
+    parameters = inspect.signature(attrgetter(path)(fastmha)).parameters
     assert {name: parameters[name].default for name in DEFAULTS[path]} == DEFAULTS[path]
 
 
@@ -338,7 +332,7 @@ REFERS = {"plan": "`attention`", "analysis.arithmetic_intensity": "`count_flops`
 
 @pytest.mark.parametrize("path", FUNCTIONS)
 def test_public_functions_have_numpydoc_docstrings(path):
-    found = look_up(path)
+    found = attrgetter(path)(fastmha)
     doc, signature = inspect.getdoc(found), inspect.signature(found)
     if path in REFERS:
         assert REFERS[path] in doc

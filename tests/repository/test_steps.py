@@ -1,30 +1,20 @@
 """The script benches/steps.py: its sections, its checks of answers, on tiny sizes; no speed."""
 
-import importlib
 import json
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support import script
 
 import fastmha
 from fastmha.study.trial import ArmsDisagreeError
 
-BENCHES = Path(__file__).resolve().parents[2] / "benches"
+steps = script("benches", "steps")
 RIVALS = ["fastmha", *(["torch"] if find_spec("torch") else [])]       # ours stands in for PyTorch, which is no test's need
 SECTIONS = ["step", "half", "small", "layout"]
-
-
-@pytest.fixture(scope="module")
-def steps():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHES)
-        yield importlib.import_module("steps")
-    for name in ("steps", "findings"):
-        del sys.modules[name]
 
 
 @pytest.fixture
