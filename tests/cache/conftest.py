@@ -3,20 +3,24 @@
 import numpy as np
 import pytest
 
-from fastmha.slots import Slots
+from fastmha import cache, slots
+
+
+class Poisoned:
+    """NumPy, but what `empty` gives is NaN."""
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    @staticmethod
+    def empty(shape, dtype=np.float64):
+        return np.full(shape, np.nan, dtype)
 
 
 @pytest.fixture(scope="module")
 def poison():
-    """Buffers begin as NaN."""
-    allocate = Slots.allocate
-
-    def poisoned(self, slots):
-        buffers = allocate(self, slots)
-        for x in buffers:
-            x.fill(np.nan)
-        return buffers
-
+    """What the cache allocates is filled with NaN: reading what was never written shows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slots, "allocate", poisoned)
+        for room in (slots, cache):
+            patch.setattr(room, "np", Poisoned())
         yield

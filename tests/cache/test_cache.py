@@ -20,26 +20,8 @@ import fastmha.cache
 import fastmha.slots
 from fastmha import KVCache
 
+pytestmark = pytest.mark.usefixtures("poison")
 B, HKV, D, DV = 3, 2, 4, 5
-
-
-class Poisoned:
-    """NumPy, but what `empty` gives is NaN."""
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    @staticmethod
-    def empty(shape, dtype=np.float64):
-        return np.full(shape, np.nan, dtype)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def poison():
-    with pytest.MonkeyPatch.context() as patch:
-        for room in (fastmha.slots, fastmha.cache):
-            patch.setattr(room, "np", Poisoned())
-        yield
 
 
 def tokens(n, seed=0, batch=B, dtype=np.float32):

@@ -13,8 +13,8 @@ from support import DTYPES, dtypes, padded, raises, same_bits
 import fastmha
 from fastmha import KVCache, reference
 
-B, HKV, D, DV = 2, 2, 4, 3
 pytestmark = pytest.mark.usefixtures("poison")
+B, HKV, D, DV = 2, 2, 4, 3
 TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
 
 

@@ -15,8 +15,8 @@ from support import dtypes, normal, raises, same_bits
 import fastmha
 from fastmha import KVCache, MultiHeadAttention, algorithms, reference
 
-D_MODEL, HEADS, GROUPS, B, L = 24, 4, 2, 3, 12
 pytestmark = pytest.mark.usefixtures("poison")
+D_MODEL, HEADS, GROUPS, B, L = 24, 4, 2, 3, 12
 TOLERANCE = {np.float64: 1e-12, np.float32: 2e-5}
 
 
