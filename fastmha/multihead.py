@@ -128,9 +128,9 @@ class MultiHeadAttention(AttentionModule):
     def forward(
         self, X: np.ndarray, mask: np.ndarray | None = None, *,
         context: np.ndarray | tuple[np.ndarray, np.ndarray] | KVCache | None = None, is_causal: bool = False,
-        offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None, key_ranges: KeyRanges | None = None,
-        window: tuple[int | None, int | None] | None = None, softcap: float | None = None, cache: KVCache | None = None,
-        need_weights: bool = False, training: bool = True, num_threads: int | None = None,
+        offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
+        key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+        cache: KVCache | None = None, need_weights: bool = False, training: bool = True, num_threads: int | None = None,
         transform_qk: Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> Any:
         """Attend.

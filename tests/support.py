@@ -114,10 +114,15 @@ class Pages:
             pytest.skip("mprotect is POSIX")
         self.memory = mmap.mmap(-1, self.ROOM + 2 * self.PAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        for at in (start, start + self.PAGE + self.ROOM):
+            self.protect(at, self.PAGE, 0)
+
+    @staticmethod
+    def protect(address, size, how):
+        """Whole pages from an address on: `how` of mmap's PROT_ constants, 0 for no access."""
         protect = ctypes.CDLL(None, use_errno=True).mprotect
         protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for at in (start, start + self.PAGE + self.ROOM):
-            assert protect(at, self.PAGE, 0) == 0, os.strerror(ctypes.get_errno())
+        assert protect(address, size, how) == 0, os.strerror(ctypes.get_errno())
 
     def place(self, x, kind):
         """A copy of x with its last element right before the end, or its first right behind the start."""

@@ -5,6 +5,7 @@ the failure. `test_the_guard_works` proves in processes of their own that it wou
 """
 
 import itertools
+import mmap
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
-from support import Guard, assert_same, dtypes, guards, run, same_bits
+from support import Guard, Pages, assert_same, dtypes, guards, run, same_bits
 
 import fastmha
 from fastmha import _core, algorithms, validate
@@ -162,20 +163,19 @@ def test_blocks_of_keys_before_the_start_of_a_range_are_not_read(isa, dtype, sta
     kv = []
     for _ in range(2):
         memory = Pages().memory
-        x = np.frombuffer(memory, dtype, 770 * 16, PAGE).reshape(1, 1, 770, 16)
+        x = np.frombuffer(memory, dtype, 770 * 16, Pages.PAGE).reshape(1, 1, 770, 16)
         x[...] = rng.standard_normal(x.shape)
         kv.append((memory, x, x.copy()))
     k, v = (x for _, x, _ in kv)
     rules = {"key_ranges": (start, None)}, {"key_ranges": (start, 768), "is_causal": True, "offset": 760}
     calls = [{"algorithm": name, **keywords} for name in ("tiled", "blas", "decode") for keywords in rules]
     wanted = [both(q, *(x for _, _, x in kv), g, **keywords) for keywords in calls]
-    protect = ctypes.CDLL(None).mprotect
-    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    size = 512 * 16 * q.itemsize // Pages.PAGE * Pages.PAGE
     for _, x, _ in kv:
-        assert protect(x.ctypes.data, 512 * 16 * x.itemsize // PAGE * PAGE, 0) == 0
+        Pages.protect(x.ctypes.data, size, 0)
     found = [both(q, k, v, g, **keywords) for keywords in calls]
     for _, x, _ in kv:
-        assert protect(x.ctypes.data, 512 * 16 * x.itemsize // PAGE * PAGE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        Pages.protect(x.ctypes.data, size, mmap.PROT_READ | mmap.PROT_WRITE)
     for results, expected in zip(found, wanted, strict=True):
         for x, y in zip(results, expected, strict=True):
             assert same_bits(x, y)
