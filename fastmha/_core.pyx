@@ -11,12 +11,12 @@ from libc.string cimport memcpy, memset
 
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
-    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_HALF,
-    FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_KEYS, FMHA_LARGE, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS,
-    FMHA_QUERIES, FMHA_ROW_STATE, FMHA_SAME, FMHA_TILE_KEYS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
+    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_GELU, FMHA_GELU_TANH,
+    FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_KEYS, FMHA_LARGE, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS,
+    FMHA_QUERIES, FMHA_RELU, FMHA_ROW_STATE, FMHA_SAME, FMHA_SILU, FMHA_TILE_KEYS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
     fmha_backward_cut, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end,
     fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_cut, fmha_decode_cut,
-    fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item,
+    fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item,
     fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_matrices_cut, fmha_pool_ask,
     fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_set_control,
     fmha_task, fmha_valid_keys,
@@ -26,6 +26,7 @@ from fastmha._kernels cimport (
 load_blas()
 cdef const fmha_kernels *kernel_tables[2]       # float32, float64
 PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product start at multiples of it
+ACTIVATIONS = {"gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 
 
 def runnable_isas():
@@ -867,7 +868,7 @@ ctypedef struct Product:
     bint by_head                # c is heads (B, heads, L, width): a slice of columns is a head
     ptrdiff_t m, n, k, itemsize
     fmha_array a, b, c
-    char *bias
+    fmha_finish last
     char *packed                # b as gemm_pack leaves it, or NULL
     double alpha, beta
     char *scratch               # NULL: products by BLAS
@@ -875,7 +876,7 @@ ctypedef struct Product:
 
 
 cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
-    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c (+ bias), of a batch row where c is heads."""
+    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c, and then the last pass, of a batch row where c is heads."""
     cdef Product *s = <Product *>context
     cdef fmha_item item = fmha_item_of(&s.cut, index)
     cdef ptrdiff_t i0 = item.i0, j0 = item.j0, rows = item.rows, cols = item.cols, size = s.itemsize
@@ -885,21 +886,20 @@ cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     if s.by_head:
         c = s.c.data + (item.b * s.c.stride[0] + (j0 // cols if cols else 0) * s.c.stride[1] + i0 * ldc) * size
         i0 += item.b * s.m
+    cdef fmha_finish last = fmha_finish_at(&s.last, i0, j0, size)
     if s.scratch != NULL:
         s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
-                       s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, c, ldc,
-                       s.bias + j0 * size if s.bias != NULL else NULL,
+                       s.b.data + (j0 * ldb if s.trans_b else j0) * size if s.b.data != NULL else NULL, ldb, c, ldc, &last,
                        s.packed + j0 * s.k * size if s.packed != NULL else NULL, s.scratch + worker * s.scratch_size)
         return
     gemm(s.is_double, s.trans_a, s.trans_b, rows, cols, s.k, s.alpha,
          s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
          s.b.data + (j0 * ldb if s.trans_b else j0) * size, ldb, s.beta, c, ldc)
-    if s.bias != NULL:
-        s.kernels.add_bias(rows, cols, c, ldc, s.bias + j0 * size)
+    s.kernels.finish(rows, cols, c, ldc, &last)
 
 
 cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, bias, slices) except -1:
-    """All of s but alpha, beta and scratch; returns the number of items."""
+    """All of s but alpha, beta, scratch and what of the last pass is not the bias; returns the number of items."""
     cdef ptrdiff_t shape[4]
     cdef ptrdiff_t slice_rows, slice_cols
     s.itemsize = c.dtype.itemsize
@@ -908,9 +908,12 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
     s.trans_a, s.trans_b = trans_a, trans_b
     read_array(a, &s.a, shape, s.itemsize, False)
     s.k = shape[2] if trans_a else shape[3]
-    read_array(b, &s.b, NULL, s.itemsize, False)
+    s.b.data, s.b.stride[2] = NULL, 0
+    if b is not None:
+        read_array(b, &s.b, NULL, s.itemsize, False)
     read_array(c, &s.c, shape, s.itemsize, True)
-    s.bias = pointer(bias, False) if bias is not None else NULL
+    s.last.bias = pointer(bias, False) if bias is not None else NULL
+    s.last.residual, s.last.ld, s.last.activation = NULL, 0, 0
     slice_rows, slice_cols = slices
     s.by_head = c.ndim == 4
     s.m, s.n = shape[2], shape[1] * slice_cols if s.by_head else shape[3]
@@ -941,13 +944,18 @@ def pack_weights(b, packed):
     kernels.gemm_pack(shape[2], shape[3], x.data, leading(&x, shape[3]), pointer(packed, True))
 
 
-def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None):
-    """c := op(a) @ op(b) (+ bias) by the kernels' own product; `packed`: b from `pack_weights`, slices then of a multiple of
-    PANEL_COLUMNS columns. Else as `matmul`."""
+def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None, int activation=0, residual=None):
+    """c := activation(op(a) @ op(b) + bias) + residual by the kernels' own product; `packed`: b from `pack_weights`, slices then of
+    a multiple of PANEL_COLUMNS columns, and b may be None. residual: as c, a matrix. Else as `matmul`."""
     cdef Product s
+    cdef fmha_array added
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
     cdef Scratch scratch
     s.packed = pointer(packed, False) if packed is not None else NULL
+    s.last.activation = activation
+    if residual is not None:
+        read_array(residual, &added, NULL, s.itemsize, False)
+        s.last.residual, s.last.ld = added.data, added.stride[2]
     scratch = scratch_for(s.kernels.gemm_scratch() * s.itemsize, items, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:

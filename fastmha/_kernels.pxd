@@ -48,6 +48,16 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t scratch_size
         char *chunks
 
+    enum: FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
+
+    ctypedef struct fmha_finish:
+        const char *bias
+        const char *residual
+        ptrdiff_t ld
+        int activation
+
+    fmha_finish fmha_finish_at(const fmha_finish *, ptrdiff_t m, ptrdiff_t n, size_t itemsize)
+
     ctypedef struct fmha_kernels:
         const char *name
         int vector_bytes
@@ -62,7 +72,6 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*multiply)(ptrdiff_t, void *, double) noexcept nogil
-        void (*add_bias)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,
                               ptrdiff_t, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         int (*exceeds)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, double, double) noexcept nogil
@@ -82,9 +91,10 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
-                     void *, ptrdiff_t, const void *, const void *, void *) noexcept nogil
+                     void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
         ptrdiff_t (*gemm_scratch)() noexcept nogil
+        void (*finish)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const fmha_finish *) noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 

@@ -203,17 +203,29 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     """out := op(a) @ op(b) (+ bias): matrices with unit last stride, in slices on the pool; by BLAS, or by the kernels' own
     product where `product_by_blas` says that is no slower; `packed`: b from `packed_weights`. out is a matrix, or the heads
     (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
-    if out.ndim == 4:
-        m, slices = len(a), (max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3])
-        if out.shape[3] % _core.PANEL_COLUMNS:
-            packed = None
-    else:
-        m, n = out.shape
-        slices = (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
+    m = len(a) if out.ndim == 4 else len(out)
     if blas or product_by_blas(m):
-        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
+        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, _slices(out), threads)
     else:
-        _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, slices, threads, packed)
+        own_product(a, b, out, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, packed=packed)
+
+
+def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
+                bias: np.ndarray | None = None, packed: np.ndarray | None = None, activation: int = 0,
+                residual: np.ndarray | None = None) -> None:
+    """out := activation(op(a) @ op(b) + bias) + residual by the kernels' own product, else as `product`; b may be None where it is
+    packed, and out heads where there is no residual."""
+    if out.ndim == 4 and out.shape[3] % _core.PANEL_COLUMNS:
+        packed = None
+    _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, _slices(out), threads, packed, activation, residual)
+
+
+def _slices(out: np.ndarray) -> tuple[int, int]:
+    """(rows, columns) of the slices of a product with this result: a matrix, or heads (B, heads, L, width)."""
+    if out.ndim == 4:
+        return max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3]
+    m, n = out.shape
+    return (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
 
 
 def packed_weights(b: np.ndarray) -> np.ndarray:

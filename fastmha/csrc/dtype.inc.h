@@ -1,6 +1,7 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
 #include "rows.inc.h"
+#include "activation.inc.h"
 #include "stored.inc.h"
 #include "product.inc.h"
 #include "block.inc.h"
@@ -21,7 +22,6 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .copy_rows = FMHA_NAME(copy_rows),
     .copy_finite = FMHA_NAME(copy_finite),
     .multiply = FMHA_NAME(multiply),
-    .add_bias = FMHA_NAME(add_bias),
     .add_nonfinite = FMHA_NAME(add_nonfinite),
     .exceeds = FMHA_NAME(exceeds),
     .tiny_row = FMHA_NAME(tiny_row),
@@ -42,6 +42,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
+    .finish = FMHA_NAME(finish),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };

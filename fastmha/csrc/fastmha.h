@@ -56,6 +56,24 @@ enum { FMHA_ROW_SHIFT, FMHA_ROW_INVERSE, FMHA_ROW_DELTA, FMHA_ROW_STATE };
 /* The size of an operand from which on it is treated apart: half of the exponents of its type lie beyond it or its inverse. */
 #define FMHA_LARGE(is_double) ((is_double) ? 0x1p480 : 0x1p60)
 
+/* What a product does with its sums in its last pass: activation(sums + bias) + residual. */
+enum { FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU };
+typedef struct {
+    const char *bias;           /* (N), or NULL */
+    const char *residual;       /* (M, N), row stride ld, or NULL */
+    ptrdiff_t ld;
+    int activation;
+} fmha_finish;
+
+/* The same for a block of the product's result that begins at row m and column n. */
+static inline fmha_finish fmha_finish_at(const fmha_finish *last, ptrdiff_t m, ptrdiff_t n, size_t itemsize)
+{
+    fmha_finish part = *last;
+    if (part.bias) part.bias += n * (ptrdiff_t)itemsize;
+    if (part.residual) part.residual += (m * part.ld + n) * (ptrdiff_t)itemsize;
+    return part;
+}
+
 /* Scratch up to here is kept from one run to the next; not in a checked build, which watches its ends. */
 #ifdef FMHA_CHECKED
 #define FMHA_IS_CHECKED 1
@@ -107,7 +125,6 @@ typedef struct {
     void (*copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*multiply)(ptrdiff_t n, void *x, double factor);
-    void (*add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *bias);
     /* The contributions of the non-finite rows of x to a product over a partly removed block, allowed pairs only:
      * by_key 0: c[i, :] += alpha * a[i, j] * x[j, :] (x has a row for every key); by_key 1: c[j, :] += alpha * a[i, j] * x[i, :]. */
     void (*add_nonfinite)(const fmha_problem *p, const fmha_block *block, int by_key, double alpha, const void *a,
@@ -136,13 +153,15 @@ typedef struct {
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
 
-    /* c (M, N) := op(a) @ op(b) (+ bias), row-major; scratch of gemm_scratch() elements. packed: b (K, N) as gemm_pack has left
-     * it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns starts at a multiple of
-     * FMHA_PANEL_COLUMNS. */
+    /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch() elements.
+     * packed: b (K, N) as gemm_pack has left it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns
+     * starts at a multiple of FMHA_PANEL_COLUMNS. */
     void (*gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a, ptrdiff_t lda, const void *b,
-                 ptrdiff_t ldb, void *c, ptrdiff_t ldc, const void *bias, const void *packed, void *scratch);
+                 ptrdiff_t ldb, void *c, ptrdiff_t ldc, const fmha_finish *last, const void *packed, void *scratch);
     void (*gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed);
     ptrdiff_t (*gemm_scratch)(void);
+    /* c (rows, cols) := activation(c + bias) + residual. */
+    void (*finish)(ptrdiff_t rows, ptrdiff_t cols, void *c, ptrdiff_t ldc, const fmha_finish *last);
 
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);

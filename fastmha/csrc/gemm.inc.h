@@ -134,22 +134,49 @@ static void FMHA_NAME(gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdif
         FMHA_NAME(pack_panel)(0, K, N - n < PANEL ? N - n : PANEL, (const REAL *)b + n, ldb, (REAL *)packed + n * K);
 }
 
-/* c := op(a) @ op(b) (+ bias); a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b. bias (N) or NULL;
+static inline __attribute__((always_inline)) void FMHA_NAME(finish_by)(const int activation, ptrdiff_t rows, ptrdiff_t columns,
+                                                                       REAL *c, ptrdiff_t ldc, const fmha_finish *last)
+{
+    const REAL *bias = (const REAL *)last->bias, *residual = (const REAL *)last->residual;
+    for (ptrdiff_t m = 0; m < rows; m++, c += ldc, residual += residual ? last->ld : 0)
+        for (ptrdiff_t n = 0; n < columns; n += LANES) {
+            VEC x = v_load_n(c + n, columns - n, 0);
+            if (bias) x = x + v_load_n(bias + n, columns - n, 0);
+            x = FMHA_NAME(activate)(activation, x);
+            if (residual) x = x + v_load_n(residual + n, columns - n, 0);
+            v_store_n(c + n, x, columns - n);
+        }
+}
+
+/* c (rows, columns) <- activation(c + bias) + residual */
+static void FMHA_NAME(finish)(ptrdiff_t rows, ptrdiff_t columns, void *c, ptrdiff_t ldc, const fmha_finish *last)
+{
+    switch (last->activation) {
+    case FMHA_GELU: FMHA_NAME(finish_by)(FMHA_GELU, rows, columns, c, ldc, last); break;
+    case FMHA_GELU_TANH: FMHA_NAME(finish_by)(FMHA_GELU_TANH, rows, columns, c, ldc, last); break;
+    case FMHA_RELU: FMHA_NAME(finish_by)(FMHA_RELU, rows, columns, c, ldc, last); break;
+    case FMHA_SILU: FMHA_NAME(finish_by)(FMHA_SILU, rows, columns, c, ldc, last); break;
+    default: if (last->bias || last->residual) FMHA_NAME(finish_by)(FMHA_NO_ACTIVATION, rows, columns, c, ldc, last);
+    }
+}
+
+/* c := activation(op(a) @ op(b) + bias) + residual; a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b;
  * packed: b as gemm_pack has left it, or NULL. */
 static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a_, ptrdiff_t lda,
-                            const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const void *bias_, const void *packed,
+                            const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const fmha_finish *last, const void *packed,
                             void *scratch)
 {
-    const REAL *a0 = a_, *b0 = b_, *bias = bias_;
+    const REAL *a0 = a_, *b0 = b_;
     FMHA_NAME(gemm_memory) memory;
     FMHA_NAME(gemm_layout)(scratch, &memory);
     REAL *c0 = c_, *panel = memory.panel, *columns_of_a = memory.columns_of_a, *edge = memory.edge;
-    if (K == 0)
-        for (ptrdiff_t m = 0; m < M; m++)
-            for (ptrdiff_t n = 0; n < N; n++) c0[m * ldc + n] = bias ? bias[n] : 0;
-    if (M <= FEW_ROWS && !trans_b && K) {
+    if (K == 0) {
+        for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
+        FMHA_NAME(finish)(M, N, c0, ldc, last);
+    }
+    if (M <= FEW_ROWS && !trans_b && b0 && K) {
         FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
-        if (bias) FMHA_NAME(add_bias)(M, N, c0, ldc, bias);
+        FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;
     }
     for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
@@ -180,7 +207,10 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
                             REAL sum = edge[m * ld + n];
                             c[m * ldc + n] = k0 == 0 ? sum : c[m * ldc + n] + sum;
                         }
-                if (bias && k0 + depth == K) FMHA_NAME(add_bias)(rows, columns, c, ldc, bias + n0);
+                if (k0 + depth == K) {      /* while the block is in the caches */
+                    fmha_finish part = fmha_finish_at(last, m0, n0, sizeof(REAL));
+                    FMHA_NAME(finish)(rows, columns, c, ldc, &part);
+                }
             }
         }
     }

@@ -269,16 +269,6 @@ static void FMHA_NAME(multiply)(ptrdiff_t n, void *x, double factor)
     for (ptrdiff_t j = 0; j < n; j++) ((REAL *)x)[j] *= (REAL)factor;
 }
 
-static void FMHA_NAME(add_bias)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *bias_)
-{
-    const REAL *bias = bias_;
-    for (ptrdiff_t i = 0; i < rows; i++) {
-        REAL *x = (REAL *)x_ + i * ldx;
-        for (ptrdiff_t j = 0; j < cols; j += LANES)
-            v_store_n(x + j, v_load_n(x + j, cols - j, 0) + v_load_n(bias + j, cols - j, 0), cols - j);
-    }
-}
-
 static int FMHA_NAME(removed)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t j)
 {
     ptrdiff_t low, high;
