@@ -30,6 +30,8 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
 
     Every file may read those below it, none one above: what takes arguments checks them by validate.py.
 
+    rowwise.py (activations, layer and RMS norms) stands on threads.py, validate.py and _core.pyx as functional.py does
+
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
     config.py (show_config), study/ (the memory-layout study and its command)
 """
@@ -86,6 +88,16 @@ from fastmha.masks import (  # noqa: E402
 )
 from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E402
 from fastmha.planning import Plan  # noqa: E402
+from fastmha.rowwise import (  # noqa: E402
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+    silu,
+    silu_backward,
+)
 from fastmha.selfattention import SelfAttention  # noqa: E402
 from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
 from fastmha.validate import ConventionWarning  # noqa: E402
@@ -95,6 +107,12 @@ __all__ = [
     "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention",
     "attention_backward", "combine_heads", "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache",
     "create_padding_mask",
-    "get_num_threads", "mean_pool_kv_heads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
-    "scaled_dot_product_attention", "set_num_threads", "show_config", "softmax", "softmax_backward", "split_heads",
+    "gelu", "gelu_backward",
+    "get_num_threads",
+    "layer_norm", "layer_norm_backward",
+    "mean_pool_kv_heads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
+    "rms_norm", "rms_norm_backward",
+    "scaled_dot_product_attention", "set_num_threads", "show_config",
+    "silu", "silu_backward",
+    "softmax", "softmax_backward", "split_heads",
 ]

@@ -1,6 +1,8 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
 #include "rows.inc.h"
+#include "activation.inc.h"
+#include "norm.inc.h"
 #include "stored.inc.h"
 #include "product.inc.h"
 #include "block.inc.h"
@@ -42,6 +44,11 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
+    .activate_row = FMHA_NAME(activate_row),
+    .activate_row_backward = FMHA_NAME(activate_row_backward),
+    .norm_rows = FMHA_NAME(norm_rows),
+    .norm_rows_backward = FMHA_NAME(norm_rows_backward),
+    .add_up_rows = FMHA_NAME(add_up_rows),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
