@@ -26,8 +26,8 @@ def gelu(x: np.ndarray, *, approximate: str = "none", out: np.ndarray | None = N
     Parameters
     ----------
     x : array of float32 or float64
-        Any shape, any strides: only an array whose last axis is not unit-stride, that is not aligned, or whose leading axes cannot
-        be taken as three, is copied.
+        Any shape, any strides: only an array whose last axis is not unit-stride, that is not aligned, or whose leading axes lie
+        at more than three strides, is copied.
     approximate : {"none", "tanh"}
         "none": Φ is the normal distribution function. "tanh": (1 + tanh(sqrt(2/π) (x + 0.044715 x³))) / 2 stands for it, as in
         GPT-2.
@@ -48,8 +48,8 @@ def gelu(x: np.ndarray, *, approximate: str = "none", out: np.ndarray | None = N
 
     Notes
     -----
-    Right to a few units in the last place of the result, also where x is far below 0; with "tanh" to that times 1 + |log Φ|. Numbers
-    below the smallest normal one of the dtype count as 0, as operands and as results.
+    Right to a few units in the last place of the result, also where x is far below 0; with "tanh" to that times 1 + |log Φ|.
+    Numbers below the smallest normal one of the dtype count as 0, as operands and as results.
 
     References
     ----------
@@ -172,8 +172,8 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None
 
     Notes
     -----
-    Mean and variance come from two passes over a row, in an order fixed by n, and are right for rows of any size that are far from 0
-    in proportion to their deviation as well. A NaN or Inf in a row makes that row NaN, and no other.
+    Mean and variance come from two passes over a row, in an order fixed by n, and are right for rows of any size, and where the
+    mean is large beside the deviation. A NaN or Inf in a row makes that row NaN, and no other.
 
     References
     ----------
@@ -263,8 +263,8 @@ def rms_norm_backward(
     Returns
     -------
     grad_x : array of the shape of x
-        (g - h mean(g h)) / sqrt(mean(z²) + eps) with g = grad_output · weight and h = z / sqrt(mean(z²) + eps). It is the gradient
-        of residual as well.
+        (g - h mean(g h)) / sqrt(mean(z²) + eps) with g = grad_output · weight and h = z / sqrt(mean(z²) + eps). It is the
+        gradient of residual as well.
     grad_weight : (n,) array
         As in `layer_norm_backward`.
 
@@ -339,7 +339,8 @@ def _norm_arguments(x: Any, weight: Any, bias: Any, eps: Any,
     weight = _of_width("weight", weight, x)
     bias = None if bias is None else _of_width("bias", bias, x)
     residual = None if residual is None else _like_x("residual", residual, x)
-    if isinstance(eps, (bool, np.bool_)) or not isinstance(eps, Real):
+    number = isinstance(eps, Real) and not isinstance(eps, (bool, np.bool_))
+    if not number:
         raise TypeError(f"eps must be a finite number >= 0, got {validate.short(eps)}")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be a finite number >= 0, got {validate.short(eps)}")
@@ -362,7 +363,7 @@ def _of_width(name: str, array: Any, x: np.ndarray) -> np.ndarray:
     return array
 
 
-def _line(array: np.ndarray | None) -> np.ndarray | None:
+def _line(array: Any) -> Any:
     """weight or bias as the kernels take it."""
     return None if array is None else np.require(array, None, ("C", "A"))
 
@@ -393,7 +394,7 @@ def _as_rows(y: np.ndarray, inputs: list[np.ndarray], single: bool = False) -> t
 
 
 def _merged(arrays: list[np.ndarray]) -> tuple[int, ...] | None:
-    """The shape of these arrays with leading axes that lie at one stride made one, in all of them; None where a copy is needed."""
+    """The shape of these arrays with leading axes made one where they lie at one stride in all; None where a copy is needed."""
     *leading, n = arrays[0].shape or (1,)
     if arrays[0].size == 0 or not all(_core.in_place(a) for a in arrays):
         return None

@@ -8,8 +8,9 @@ the exponential is itself a rounded number; then there is one rounding of the re
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import sliding_window_view
 from scipy import special
-from support import DTYPES, dtypes, fails, normal, padded, same_bits, unaligned
+from support import DTYPES, dtypes, fails, normal, padded, rearranged, same_bits
 
 import fastmha
 from fastmha import _core, reference
@@ -55,7 +56,7 @@ def bell(a):
 
 
 def normal_tail(a):
-    """Φ(-a) in long double: 1/2 - φ(a) Σ a^(2k+1) / (2k+1)!! near 0, then Laplace's continued fraction; both of positive terms."""
+    """Φ(-a) and φ(a) in long double: 1/2 - φ(a) Σ a^(2k+1) / (2k+1)!! near 0, beyond by Laplace's continued fraction."""
     small = np.minimum(a, 1.25)
     term = total = small
     for k in range(1, 40):
@@ -91,7 +92,7 @@ def oracle(kind, x, dtype):
     a = np.minimum(np.abs(x), 2000)  # beyond, there is no tail
     with np.errstate(all="ignore"):
         q, density, odds = parts(kind, a)
-        inner, d = 8 + 6 * odds, q - a * density
+        inner, d = 6 + 3 * odds, q - a * density
         y, slope = np.maximum(x, 0) - a * q, np.where(x < 0, d, 1 - d)
         bound = eps * (inner * a * q + np.maximum(x, 0)) + tiny
         return y, bound, slope, eps * (inner * (q + a * density) + (x > 0)) + tiny
@@ -121,19 +122,20 @@ def test_values_and_slopes_are_within_their_bounds_far_into_the_tails(isa, dtype
 
 @dtypes
 def test_the_exact_gelu_has_no_error_that_grows_into_the_left_tail(isa, dtype):
-    """8 eps of the result wherever that is normal: without care the rounding of x²/2 alone were 40 there (float64: 350)."""
+    """6 eps of the result wherever that is normal: without care the rounding of x²/2 alone were 40 there (float64: 350)."""
     x = -np.linspace(1, 12.9 if dtype == np.float32 else 37.4, 20001).astype(dtype)
     y, exact = fastmha.gelu(x), oracle("gelu", x, dtype)[0]
     assert (np.abs(exact) > np.finfo(dtype).tiny).all()
-    assert (np.abs(y / exact - 1) <= 8 * np.finfo(dtype).eps).all()
+    assert (np.abs(y / exact - 1) <= 6 * np.finfo(dtype).eps).all()
 
 
 def test_the_oracle_knows_the_normal_tail():
-    """scipy.special has 15 digits of it."""
+    """scipy.special rounds a²/2, and has 15 digits beside that."""
     a = np.linspace(0, 37, 5000)
     tail, density = normal_tail(a.astype(np.longdouble))
-    np.testing.assert_allclose(tail.astype(float), special.ndtr(-a), rtol=1e-13)
-    np.testing.assert_allclose(density.astype(float), np.exp(-a * a / 2) / np.sqrt(2 * np.pi), rtol=1e-13)
+    rounded = np.finfo(float).eps * (4 + a * a)
+    assert (np.abs(special.ndtr(-a) / tail - 1) <= rounded).all()
+    assert (np.abs(np.exp(-a * a / 2) / np.sqrt(2 * np.pi) / density - 1) <= rounded).all()
 
 
 @pytest.mark.parametrize("size", [0.1, 1, 3, 30])
@@ -219,21 +221,6 @@ def test_gradients_equal_central_differences(isa, kind, rng):
 # ------------------------------------------------------------------------------------------------------ memory and bits
 
 
-def strided(x):
-    """The same numbers in other memory."""
-    yield "padded", padded(x)
-    yield "Fortran", np.asfortranarray(x)
-    yield "backwards", np.ascontiguousarray(x[..., ::-1])[..., ::-1]
-    yield "last rows first", np.ascontiguousarray(x[::-1])[::-1]
-    yield "step", np.repeat(x, 2, axis=-1)[..., ::2]
-    yield "every other row", np.repeat(x, 2, axis=0)[::2]
-    yield "axes exchanged", np.ascontiguousarray(x.swapaxes(0, -2)).swapaxes(0, -2)
-    yield "unaligned", unaligned(x)
-    frozen = x.copy()
-    frozen.flags.writeable = False
-    yield "read-only", frozen
-
-
 SHAPES = [(0,), (3, 0), (0, 5), (7,), (4, 1), (2, 3, 5), (3, 1, 2, 7), (2, 3, 2, 2, 33), (2, 2, 3, 2, 2, 5), (300, 70)]
 
 
@@ -245,8 +232,9 @@ def test_any_strides_give_the_same_bits(isa, dtype, kind, shape):
     y, grad = forward(kind, x), backward(kind, g, x)
     assert y.shape == grad.shape == shape
     assert y.dtype == grad.dtype == dtype
-    for (name, other), (_, other_g) in zip(strided(x), strided(g), strict=True):
-        for result, wanted in ((forward(kind, other), y), (backward(kind, other_g, other), grad), (backward(kind, g, other), grad)):
+    for (name, other), (_, other_g) in zip(rearranged(x), rearranged(g), strict=True):
+        results = forward(kind, other), backward(kind, other_g, other), backward(kind, g, other)
+        for result, wanted in zip(results, (y, grad, grad), strict=True):
             assert same_bits(result, wanted), name
             assert result.flags.c_contiguous, name
         assert same_bits(other, x), name
@@ -255,7 +243,7 @@ def test_any_strides_give_the_same_bits(isa, dtype, kind, shape):
 @public
 def test_broadcast_and_overlapping_arrays_and_numbers(kind):
     row = normal(9)
-    for x in (np.broadcast_to(row, (4, 3, 9)), np.lib.stride_tricks.sliding_window_view(row, 4), np.broadcast_to(row[2], (5, 6))):
+    for x in (np.broadcast_to(row, (4, 3, 9)), sliding_window_view(row, 4), np.broadcast_to(row[2], (5, 6))):
         assert same_bits(forward(kind, x), forward(kind, x.copy()))
     one = forward(kind, row[1])
     assert one.shape == ()
@@ -298,14 +286,12 @@ def test_in_place_and_into_given_memory(kind):
     shape = (5, 3, 21)
     x = normal(*shape)
     y = forward(kind, x)
-    for name, memory in strided(x):
-        if memory.flags.writeable:
-            assert forward(kind, memory, out=memory) is memory, name
-            assert same_bits(memory, y), name
-    for name, memory in strided(np.zeros(shape)):
-        if memory.flags.writeable:
-            assert forward(kind, x, out=memory) is memory, name
-            assert same_bits(memory, y), name
+    for name, memory in rearranged(x):
+        assert forward(kind, memory, out=memory) is memory, name
+        assert same_bits(memory, y), name
+    for name, memory in rearranged(np.zeros(shape)):
+        assert forward(kind, x, out=memory) is memory, name
+        assert same_bits(memory, y), name
     around = np.full((7, 5, 25), -1.0)
     forward(kind, x, out=around[1:6, 1:4, 2:23])
     assert same_bits(around[1:6, 1:4, 2:23], y)
@@ -323,20 +309,24 @@ X = np.ones((3, 4), np.float32)
 MESSAGES = {
     "integers": (lambda: fastmha.gelu(np.arange(3)), TypeError, r"^x must be float32 or float64 .*got int64"),
     "masked": (lambda: fastmha.silu(np.ma.ones(3)), TypeError, r"^x is a masked array"),
-    "approximate": (lambda: fastmha.gelu(X, approximate="erf"), ValueError, r'^approximate must be "none" or "tanh", got \'erf\'$'),
+    "approximate": (lambda: fastmha.gelu(X, approximate="erf"), ValueError,
+                    r'^approximate must be "none" or "tanh", got \'erf\'$'),
     "approximate, backward": (lambda: fastmha.gelu_backward(X, X, approximate=None), ValueError, r"^approximate .*got None$"),
     "threads": (lambda: fastmha.gelu(X, num_threads=0), ValueError, r"^num_threads must be at least 1, got 0$"),
     "threads, backward": (lambda: fastmha.silu_backward(X, X, num_threads=1.5), TypeError, r"^num_threads must be an integer"),
     "out, type": (lambda: fastmha.gelu(X, out=[1.0]), TypeError, r"^out must be a NumPy array, got list$"),
     "out, dtype": (lambda: fastmha.gelu(X, out=np.ones((3, 4))), TypeError, r"^out has dtype float64 but x has float32"),
-    "out, shape": (lambda: fastmha.silu(X, out=np.ones((4, 3), np.float32)), ValueError, r"^out must have shape \(3, 4\), got \(4, 3\)$"),
+    "out, shape": (lambda: fastmha.silu(X, out=np.ones((4, 3), np.float32)), ValueError,
+                   r"^out must have shape \(3, 4\), got \(4, 3\)$"),
     "out, overlap": (lambda: fastmha.gelu(X[:2], out=X[1:]), ValueError, r"^out overlaps x in memory$"),
     "out, reversed": (lambda: fastmha.gelu(X[0], out=X[0, ::-1]), ValueError, r"^out overlaps x in memory$"),
     "out, itself": (lambda: fastmha.gelu(X, out=np.broadcast_to(X[:1], (3, 4))), ValueError, r"^out is read-only$"),
-    "gradient, dtype": (lambda: fastmha.gelu_backward(X.astype(float), X), TypeError, r"^grad_output has dtype float64 but x has"),
+    "gradient, dtype": (lambda: fastmha.gelu_backward(X.astype(float), X), TypeError,
+                        r"^grad_output has dtype float64 but x has float32"),
     "gradient, shape": (lambda: fastmha.silu_backward(X[:2], X), ValueError,
                         r"^grad_output must have the shape of x, \(3, 4\), got \(2, 4\)$"),
-    "gradient of None": (lambda: fastmha.gelu_backward(None, X), TypeError, r"^grad_output must be float32 or float64.*got None$"),
+    "gradient of None": (lambda: fastmha.gelu_backward(None, X), TypeError,
+                         r"^grad_output must be float32 or float64.*got None$"),
     "torch's names": (lambda: fastmha.gelu(input=X), TypeError, r"^gelu has no keyword input: it is x here$"),
     "torch's inplace": (lambda: fastmha.silu(X, inplace=True), TypeError, r"^silu has no keyword inplace: it is out=x here$"),
 }  # fmt: skip
