@@ -1056,13 +1056,13 @@ cdef int row_threads(const RowRun *c, ptrdiff_t rows, int threads) noexcept nogi
 cdef void activation_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
     cdef RowRun *c = <RowRun *>context
     cdef fmha_item item = fmha_item_of(&c.cut, index)
-    cdef ptrdiff_t row = item.i0, left = item.rows, together, i, shift = item.j0 * c.itemsize
+    cdef ptrdiff_t row = item.i0, left = item.rows, together, _, shift = item.j0 * c.itemsize
     cdef ptrdiff_t at[3]
     while left > 0:
         together = rows_together(c, row, left, at)
         row += together
         left -= together
-        for i in range(together):
+        for _ in range(together):
             if c.grad_output.data == NULL:
                 c.kernels.activate_row(c.kind, item.cols, row_of(c, &c.x, at) + shift, row_of(c, &c.y, at) + shift)
             else:

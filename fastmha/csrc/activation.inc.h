@@ -37,8 +37,8 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(tail_ratio)(VEC a)
     return above / below;
 }
 
-/* exp(-a^2 / 2) in parts. The rounding of a^2 would be one of the result, a^2 / 2 times as large: what it loses, exact by halves of
- * the digits (Dekker 1971), is multiplied in, as exp(-e / 2) = 1 - e / 2. */
+/* exp(-a^2 / 2) in parts. The rounding of a^2 would be one of the result, a^2 / 2 times as large: what it loses, exact by halves
+ * of the digits (Dekker 1971), is multiplied in, as exp(-e / 2) = 1 - e / 2. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(bell_parts)(VEC a, VEC *power)
 {
     VEC high = v_from_bits(v_bits(a) & ~i_splat(FMHA_NAME(lower_half))), low = a - high, square = a * a;

@@ -4,9 +4,13 @@ The oracle has more digits: float64 for float32, NumPy's long double for float64
 each result, through the formulas to first order: see `bounds`.
 """
 
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
-from support import DTYPES, dtypes, fails, rearranged, same_bits, unaligned
+from support import dtypes, fails, rearranged, same_bits, unaligned
 
 import fastmha
 from fastmha import _core, reference
@@ -258,6 +262,8 @@ def test_no_copy_is_made_of_rows_at_up_to_three_strides(monkeypatch):
         assert given.ndim <= 4
     fastmha.rms_norm(np.ones((6, 8, 3)).swapaxes(1, 2), weight)     # its last axis is not unit-stride
     assert seen.pop()[0].flags.c_contiguous
+    fastmha.rms_norm(unaligned(np.ones((6, 8))), weight)
+    assert seen.pop()[0].flags.aligned
 
 
 @dtypes
@@ -283,7 +289,23 @@ def test_n_threads_agnosticism(isa, dtype, norm, rng):
                 assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_work_for_one_thread_starts_no_other():
+    """54 rows are two items of the backward pass, of 16200 numbers."""
+    code = """
+        import numpy as np, fastmha
+        from fastmha import _core
+        for rows in (54, 64):
+            x = np.ones((rows, 300))
+            fastmha.layer_norm(x, x[0], num_threads=2)
+            fastmha.gelu(x, num_threads=2)
+            fastmha.layer_norm_backward(x, x, x[0], num_threads=2)
+            print(_core.pool_workers())
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    assert ran.stdout.split() == ["0", "1"], ran.stderr
+
+
+@dtypes
 def test_sums_over_rows_are_of_32_rows_each_in_order(isa, dtype, rng):
     """grad_bias shows it: the sums of the specified order, exactly."""
     g, x, weight, bias, _ = draw(rng, (150, 21), dtype)
