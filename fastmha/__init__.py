@@ -30,6 +30,9 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
 
     Every file may read those below it, none one above: what takes arguments checks them by validate.py.
 
+    around attention: dense.py (linear, weights packed once) stands on algorithms.py, rowwise.py (activations, layer and RMS
+    norms) on _core.pyx, both on threads.py and validate.py as functional.py does
+
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
     config.py (show_config), study/ (the memory-layout study and its command)
 """
@@ -65,6 +68,7 @@ from fastmha import analysis, reference  # noqa: E402
 from fastmha.cache import KVCache  # noqa: E402
 from fastmha.capture import Capture  # noqa: E402
 from fastmha.config import show_config  # noqa: E402
+from fastmha.dense import PackedWeights, linear, linear_backward, pack_weights  # noqa: E402
 from fastmha.functional import (  # noqa: E402
     attention,
     attention_backward,
@@ -86,15 +90,27 @@ from fastmha.masks import (  # noqa: E402
 )
 from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E402
 from fastmha.planning import Plan  # noqa: E402
+from fastmha.rowwise import (  # noqa: E402
+    gelu,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+    silu,
+    silu_backward,
+)
 from fastmha.selfattention import SelfAttention  # noqa: E402
 from fastmha.threads import get_num_threads, set_num_threads  # noqa: E402
 from fastmha.validate import ConventionWarning  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
-    "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "Plan", "SelfAttention", "analysis", "attention",
-    "attention_backward", "combine_heads", "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache",
-    "create_padding_mask",
-    "get_num_threads", "mean_pool_kv_heads", "merge", "multi_head_attention", "multi_head_attention_core", "plan", "reference",
-    "scaled_dot_product_attention", "set_num_threads", "show_config", "softmax", "softmax_backward", "split_heads",
+    "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "PackedWeights", "Plan", "SelfAttention", "analysis",
+    "attention", "attention_backward", "combine_heads", "create_attention_mask", "create_causal_mask",
+    "create_causal_mask_with_cache", "create_padding_mask", "gelu", "gelu_backward", "get_num_threads", "layer_norm",
+    "layer_norm_backward", "linear", "linear_backward", "mean_pool_kv_heads", "merge", "multi_head_attention",
+    "multi_head_attention_core", "pack_weights", "plan", "reference", "rms_norm", "rms_norm_backward",
+    "scaled_dot_product_attention", "set_num_threads", "show_config", "silu", "silu_backward", "softmax", "softmax_backward",
+    "split_heads",
 ]

@@ -48,8 +48,6 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t scratch_size
         char *chunks
 
-    enum: FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
-
     ctypedef struct fmha_finish:
         const char *bias
         const char *residual
@@ -57,6 +55,13 @@ cdef extern from "csrc/fastmha.h" nogil:
         int activation
 
     fmha_finish fmha_finish_at(const fmha_finish *, ptrdiff_t m, ptrdiff_t n, size_t itemsize)
+
+    ctypedef struct fmha_norm:
+        ptrdiff_t width
+        double eps
+        int centered
+        const void *weight
+        const void *bias
 
     ctypedef struct fmha_kernels:
         const char *name
@@ -95,11 +100,20 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
         ptrdiff_t (*gemm_scratch)() noexcept nogil
         void (*finish)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const fmha_finish *) noexcept nogil
+        void (*activate_row)(int, ptrdiff_t, const void *, void *) noexcept nogil
+        void (*activate_row_backward)(int, ptrdiff_t, const void *, const void *, void *) noexcept nogil
+        void (*norm_rows)(const fmha_norm *, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t, void *,
+                          ptrdiff_t) noexcept nogil
+        void (*norm_rows_backward)(const fmha_norm *, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
+                                   const void *, ptrdiff_t, void *, ptrdiff_t, void *, void *) noexcept nogil
+        void (*add_up_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
         void (*exponential)(ptrdiff_t, const void *, void *) noexcept nogil
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
     int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
     int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
+    int FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
+    ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
     ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
     ptrdiff_t FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES

@@ -296,6 +296,127 @@ def softmax_backward(grad_output: Array, softmax_output: Array) -> Array:
         return softmax_output * (grad_output - inner)
 
 
+def _cumulative(x: Array, approximate: str) -> tuple[Array, Array]:
+    """P and P' of gelu(x) = x P(x)."""
+    from scipy.special import expit, ndtr  # here: importing fastmha need not wait for it
+
+    if approximate == "none":
+        return ndtr(x), np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    # (1 + tanh(u)) / 2 = expit(2u)
+    rate = 2 * math.sqrt(2 / math.pi)
+    log_odds = rate * (x + 0.044715 * x**3)
+    p = expit(log_odds)
+    return p, p * expit(-log_odds) * rate * (1 + 3 * 0.044715 * x * x)
+
+
+def gelu(x: Array, *, approximate: str = "none") -> Array:
+    """``x Phi(x)``; "tanh": ``0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))`` (Hendrycks and Gimpel 2016); 0 at -inf."""
+    with np.errstate(all="ignore"):
+        return np.where(x == -np.inf, 0, x * _cumulative(x, approximate)[0]).astype(x.dtype)
+
+
+def gelu_backward(grad_output: Array, x: Array, *, approximate: str = "none") -> Array:
+    """``grad_output (P(x) + x P'(x))``, for `gelu`'s P; the slope is 0 at -inf and 1 at inf."""
+    with np.errstate(all="ignore"):
+        p, density = _cumulative(x, approximate)
+        return grad_output * np.where(np.isinf(x), p, p + x * density).astype(x.dtype)
+
+
+def silu(x: Array) -> Array:
+    """``x / (1 + exp(-x))`` (Elfwing et al. 2018); 0 at -inf."""
+    with np.errstate(all="ignore"):
+        return np.where(x == -np.inf, 0, x / (1 + np.exp(-x))).astype(x.dtype)
+
+
+def silu_backward(grad_output: Array, x: Array) -> Array:
+    """``grad_output s (1 + x (1 - s))`` with ``s = 1 / (1 + exp(-x))``; the slope is 0 at -inf and 1 at inf."""
+    with np.errstate(all="ignore"):
+        s = 1 / (1 + np.exp(-x))
+        return grad_output * np.where(np.isinf(x), s, s + x * s / (1 + np.exp(x))).astype(x.dtype)
+
+
+def _normalised(z: Array, eps: float, centered: bool) -> tuple[Array, Array]:
+    """(z - mean) / sigma, and sigma; the mean is 0 where not centered."""
+    if centered:
+        z = z - z.mean(axis=-1, keepdims=True)
+    sigma = np.sqrt(np.mean(z * z, axis=-1, keepdims=True) + eps)
+    return z / sigma, sigma
+
+
+def _norm_backward(
+    grad_output: Array, z: Array, weight: Array, eps: float, centered: bool
+) -> tuple[Array, Array, Array]:
+    h, sigma = _normalised(z, eps, centered)
+    g = grad_output * weight
+    mean = g.mean(axis=-1, keepdims=True) if centered else 0
+    grad_x = (g - mean - h * np.mean(g * h, axis=-1, keepdims=True)) / sigma
+    rows = tuple(range(z.ndim - 1))
+    return grad_x, (grad_output * h).sum(axis=rows), grad_output.sum(axis=rows)
+
+
+def layer_norm(
+    x: Array, weight: Array, bias: Array | None = None, eps: float = 1e-5, residual: Array | None = None
+) -> Array:
+    """``(z - mean) / sqrt(var + eps) weight + bias`` over the last axis of z = x + residual (Ba et al. 2016)."""
+    with np.errstate(all="ignore"):
+        y = _normalised(x if residual is None else x + residual, eps, True)[0] * weight
+        return y if bias is None else y + bias
+
+
+def layer_norm_backward(
+    grad_output: Array, x: Array, weight: Array, bias: Array | None = None, eps: float = 1e-5,
+    residual: Array | None = None,
+) -> tuple[Array, ...]:
+    """grad_x (that of residual too), grad_weight and, where there is a bias, grad_bias."""
+    with np.errstate(all="ignore"):
+        grads = _norm_backward(grad_output, x if residual is None else x + residual, weight, eps, True)
+    return grads if bias is not None else grads[:2]
+
+
+def rms_norm(x: Array, weight: Array, eps: float = 1e-6, *, residual: Array | None = None) -> Array:
+    """``z / sqrt(mean(z^2) + eps) weight`` over the last axis of z = x + residual (Zhang and Sennrich 2019)."""
+    with np.errstate(all="ignore"):
+        return _normalised(x if residual is None else x + residual, eps, False)[0] * weight
+
+
+def rms_norm_backward(
+    grad_output: Array, x: Array, weight: Array, eps: float = 1e-6, *, residual: Array | None = None
+) -> tuple[Array, Array]:
+    """grad_x (that of residual too) and grad_weight."""
+    with np.errstate(all="ignore"):
+        return _norm_backward(grad_output, x if residual is None else x + residual, weight, eps, False)[:2]
+
+
+_ACTIVATIONS: Mapping[str | None, tuple[Fold, Callable[[Array, Array], Array]]] = {
+    None: (lambda x: x, lambda g, x: g),
+    "gelu": (gelu, gelu_backward),
+    "gelu_tanh": (lambda x: gelu(x, approximate="tanh"), lambda g, x: gelu_backward(g, x, approximate="tanh")),
+    "relu": (lambda x: np.maximum(x, 0), lambda g, x: g * (x > 0)),
+    "silu": (silu, silu_backward),
+}
+
+
+def linear(
+    x: Array, W: Array, b: Array | None = None, *, activation: str | None = None, residual: Array | None = None
+) -> Array:
+    """``activation(x W + b) + residual`` over the last axis of x."""
+    with np.errstate(all="ignore"):
+        z = x @ W if b is None else x @ W + b
+        y = _ACTIVATIONS[activation][0](z)
+        return y if residual is None else y + residual
+
+
+def linear_backward(
+    grad_out: Array, x: Array, W: Array, b: Array | None = None, *, activation: str | None = None
+) -> tuple[Array, ...]:
+    """grad_x, grad_W and, where there is a bias, grad_b; the gradient of the residual is grad_out."""
+    with np.errstate(all="ignore"):
+        g = _ACTIVATIONS[activation][1](grad_out, x @ W if b is None else x @ W + b)
+        rows = g.reshape(-1, g.shape[-1])
+        grads = g @ W.T, x.reshape(-1, x.shape[-1]).T @ rows
+        return grads if b is None else (*grads, rows.sum(axis=0))
+
+
 def scaled_dot_product_attention(Q: Array, K: Array, V: Array, mask: Array | None = None) -> tuple[Array, Array]:
     """Output and weights for Q (B, n, d), K (B, m, d), V (B, m, dv) and a mask (n, m) or (B, n, m).
 

@@ -164,6 +164,19 @@ class Guard:
         return self(np.full(shape, np.nan, dtype))
 
 
+def rearranged(x):
+    """The same numbers in other writable memory: every way in which an array may lie."""
+    yield "padded", padded(x)
+    yield "Fortran", np.asfortranarray(x)
+    yield "backwards", np.ascontiguousarray(x[..., ::-1])[..., ::-1]
+    yield "last rows first", np.ascontiguousarray(x[::-1])[::-1]
+    yield "step", np.repeat(x, 2, axis=-1)[..., ::2]
+    yield "every other row", np.repeat(x, 2, axis=0)[::2]
+    axis = max(0, x.ndim - 2)
+    yield "axes exchanged", np.ascontiguousarray(x.swapaxes(0, axis)).swapaxes(0, axis)
+    yield "unaligned", unaligned(x)
+
+
 def draw(rng, B=2, H=2, Hkv=None, Lq=5, Lk=None, D=4, Dv=None, dtype=np.float64, layout="BHLD"):
     """q, k, v and a gradient of the output, in padded memory."""
     Hkv, Lk, Dv = H if Hkv is None else Hkv, Lq if Lk is None else Lk, D if Dv is None else Dv

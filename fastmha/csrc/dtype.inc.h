@@ -2,6 +2,7 @@
 #include "vec.inc.h"
 #include "rows.inc.h"
 #include "activation.inc.h"
+#include "norm.inc.h"
 #include "stored.inc.h"
 #include "product.inc.h"
 #include "block.inc.h"
@@ -43,6 +44,11 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
     .finish = FMHA_NAME(finish),
+    .activate_row = FMHA_NAME(activate_row),
+    .activate_row_backward = FMHA_NAME(activate_row_backward),
+    .norm_rows = FMHA_NAME(norm_rows),
+    .norm_rows_backward = FMHA_NAME(norm_rows_backward),
+    .add_up_rows = FMHA_NAME(add_up_rows),
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };

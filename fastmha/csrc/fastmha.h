@@ -56,8 +56,10 @@ enum { FMHA_ROW_SHIFT, FMHA_ROW_INVERSE, FMHA_ROW_DELTA, FMHA_ROW_STATE };
 /* The size of an operand from which on it is treated apart: half of the exponents of its type lie beyond it or its inverse. */
 #define FMHA_LARGE(is_double) ((is_double) ? 0x1p480 : 0x1p60)
 
-/* What a product does with its sums in its last pass: activation(sums + bias) + residual. */
+/* Functions of single numbers, applied elsewhere or as the last step of a product. */
 enum { FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU };
+
+/* What a product does with its sums in its last pass: activation(sums + bias) + residual. */
 typedef struct {
     const char *bias;           /* (N), or NULL */
     const char *residual;       /* (M, N), row stride ld, or NULL */
@@ -82,6 +84,16 @@ static inline fmha_finish fmha_finish_at(const fmha_finish *last, ptrdiff_t m, p
 #define FMHA_IS_CHECKED 0
 #define FMHA_KEPT_BYTES (8 << 20)
 #endif
+
+/* z <- x + residual; (z - mean(z)) * weight / sqrt(var(z) + eps) + bias where centered, else z * weight / sqrt(mean(z^2) + eps). */
+typedef struct {
+    ptrdiff_t width;
+    double eps;
+    int centered;
+    const void *weight, *bias;          /* (width,); no bias: NULL */
+} fmha_norm;
+
+#define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
 /* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
 enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
@@ -162,6 +174,20 @@ typedef struct {
     ptrdiff_t (*gemm_scratch)(void);
     /* c (rows, cols) := activation(c + bias) + residual. */
     void (*finish)(ptrdiff_t rows, ptrdiff_t cols, void *c, ptrdiff_t ldc, const fmha_finish *last);
+
+    /* y <- activation(x), of a kind above; y may be x. dx <- dy * activation'(x); dx may be dy. */
+    void (*activate_row)(int kind, ptrdiff_t n, const void *x, void *y);
+    void (*activate_row_backward)(int kind, ptrdiff_t n, const void *dy, const void *x, void *dx);
+    /* y <- norm of x + residual (may be NULL), row by row; y may be x. */
+    void (*norm_rows)(const fmha_norm *norm, ptrdiff_t rows, const void *x, ptrdiff_t ldx, const void *residual, ptrdiff_t ldr,
+                      void *y, ptrdiff_t ldy);
+    /* dx <- the gradient of x (and of residual); the rows' shares of grad_weight (and of grad_bias, may be NULL) are added to
+     * these, a row after the other. */
+    void (*norm_rows_backward)(const fmha_norm *norm, ptrdiff_t rows, const void *dy, ptrdiff_t lddy, const void *x, ptrdiff_t ldx,
+                               const void *residual, ptrdiff_t ldr, void *dx, ptrdiff_t lddx, void *grad_weight,
+                               void *grad_bias);
+    /* y (cols) <- the sum of the rows of x, a row after the other. */
+    void (*add_up_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y);
 
     /* y[i] <- exp(x[i]), the kernels' own, for tests. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);

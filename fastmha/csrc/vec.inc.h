@@ -12,7 +12,7 @@
 #define EXP_SHIFT 23
 #define EXP_BIAS 127
 #define EXP_MAGIC 0x1.8p23f
-#define EXP_LOW -104.0f         /* exp below it rounds to 0, subnormal results or not */
+#define EXP_LOW -170.0f         /* exp below it is 0, and times 2^90 */
 #define EXP_NORMAL -0x1.5d589ep+6f      /* exp below it is subnormal */
 #define POWER(n) 0x1p##n##f
 #define HUGE_POWER POWER(120)           /* the square of LARGE_POWER, 2^8 short of infinity */
@@ -38,7 +38,7 @@ static const REAL FMHA_NAME(tanh_fit)[] = {-0x1.55553p-2f, 0x1.11068ep-3f, -0x1.
 #define EXP_SHIFT 52
 #define EXP_BIAS 1023
 #define EXP_MAGIC 0x1.8p52
-#define EXP_LOW -746.0
+#define EXP_LOW -1400.0
 #define EXP_NORMAL -0x1.6232bdd7abcd2p+9
 #define POWER(n) 0x1p##n
 #define HUGE_POWER POWER(960)
@@ -252,19 +252,17 @@ static inline REAL FMHA_NAME(largest)(VEC value)
 }
 #endif
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. Exact at 0, 0 at -inf and where the result would be subnormal, NaN
- * at NaN. 2^n is applied as two factors, both normal, so that only the last product underflows. */
-static inline VEC FMHA_NAME(exp)(VEC x)
+/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. exp(r) is returned, and what `scaled` takes for n; NaN at NaN. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(exp_parts)(VEC x, VEC *power)
 {
-#if !FMHA_FLUSHES
-    x = v_select(v_greater(v_splat(EXP_NORMAL), x), v_splat(NEGATIVE_INFINITY), x);
-#endif
     x = v_min(v_splat(EXP_HIGH), v_max(v_splat(EXP_LOW), x));      /* NaN stays */
 #ifdef v_round
     VEC whole = v_round(x * (REAL)LOG2_E);
+    *power = whole;
 #else
     VEC shifted = x * (REAL)LOG2_E + v_splat(EXP_MAGIC);
     VEC whole = shifted - v_splat(EXP_MAGIC);
+    *power = shifted;
 #endif
     VEC r = x - whole * (REAL)LN2_HIGH;
     r = r - whole * (REAL)LN2_LOW;
@@ -272,14 +270,29 @@ static inline VEC FMHA_NAME(exp)(VEC x)
     VEC fit = v_splat(FMHA_NAME(exp_fit)[degree - 1]);
     for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * r + v_splat(FMHA_NAME(exp_fit)[d]);
     VEC y = (fit * r) * r + r;
-    y = y + v_splat(1);
+    return y + v_splat(1);
+}
+
+/* y * 2^n, as two factors, both normal, so that only the last product underflows: y = exp(r) times what leaves it normal. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(scaled)(VEC y, VEC power)
+{
 #ifdef v_round
-    return v_scale(y, whole);
+    return v_scale(y, power);
 #else
-    IVEC n = v_bits(shifted) - v_bits(v_splat(EXP_MAGIC)), half = n >> 1;
+    IVEC n = v_bits(power) - v_bits(v_splat(EXP_MAGIC)), half = n >> 1;
     y = y * v_from_bits((half + i_splat(EXP_BIAS)) << EXP_SHIFT);
     return y * v_from_bits((n - half + i_splat(EXP_BIAS)) << EXP_SHIFT);
 #endif
+}
+
+/* exp(x): exact at 0, 0 at -inf and where the result would be subnormal, NaN at NaN. */
+static inline VEC FMHA_NAME(exp)(VEC x)
+{
+#if !FMHA_FLUSHES
+    x = v_select(v_greater(v_splat(EXP_NORMAL), x), v_splat(NEGATIVE_INFINITY), x);
+#endif
+    VEC power, y = FMHA_NAME(exp_parts)(x, &power);
+    return FMHA_NAME(scaled)(y, power);
 }
 
 /* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry.

@@ -228,6 +228,23 @@ def test_row_kernels_stay_inside(isa, dtype, kind, rng):
             function(guard(x[0]), ours)
             function(x[0], plain)
             assert same_bits(ours, plain)
+        for activation in _core.ACTIVATIONS.values():
+            plain = np.empty_like(x)
+            for gradient in (None, g):
+                _core.activation_rows(activation, None if gradient is None else guard(g), guarded, dx, 1)
+                _core.activation_rows(activation, gradient, x, plain, 1)
+                assert same_bits(dx, plain)
+        weight, bias, sums = guard(g[0]), guard(x[0]), guard.empty((2, n), dtype)
+        for centered, residual in itertools.product([False, True], repeat=2):
+            r, plain_r = (guard(g), g) if residual else (None, None)
+            _core.norm_rows(guarded, r, weight, bias, dx, 1e-5, centered, 1)
+            _core.norm_rows(x, plain_r, g[0], x[0].copy(), plain, 1e-5, centered, 1)
+            assert same_bits(dx, plain)
+            partials, plain_sums = guard.empty((1, 2 * n), dtype), np.empty((2, n), dtype)
+            _core.norm_rows_backward(guard(g), guarded, r, weight, dx, partials, sums, 1e-5, centered, 1)
+            _core.norm_rows_backward(g, x, plain_r, g[0], plain, np.empty((1, 2 * n), dtype), plain_sums, 1e-5, centered, 1)
+            assert same_bits(dx, plain)
+            assert same_bits(sums[: 1 + centered], plain_sums[: 1 + centered])
 
 
 @dtypes

@@ -18,6 +18,8 @@ LONG = {
     "weights": "f = lambda: [fastmha.scaled_dot_product_attention(p, p, p) for _ in range(99)]",
     "decode": "f = lambda: [fastmha.attention(q[:, :, :1], q, q, algorithm='decode', num_threads=n) for _ in range(10**6)]",
     "softmax": "f = lambda: [fastmha.softmax(p, num_threads=n) for _ in range(10**6)]",
+    "norm": "f = lambda: [fastmha.layer_norm(p, p[0, 0, 0], num_threads=n) for _ in range(10**6)]",
+    "norm backward": "f = lambda: [fastmha.layer_norm_backward(p, p, p[0, 0, 0], num_threads=n) for _ in range(10**6)]",
     "projection": "f = lambda: [m.forward(X, training=False, num_threads=n) for _ in range(10**6)]",
 }
 PROGRAM = """

@@ -5,7 +5,19 @@ import pickle
 
 import numpy as np
 import pytest
-from support import ISAS, assert_same, central_differences, dtypes, every_isa, normal, padded, raises, rearranged, same_bits, selected
+from support import (
+    ISAS,
+    assert_gradient,
+    assert_same,
+    dtypes,
+    every_isa,
+    normal,
+    padded,
+    raises,
+    rearranged,
+    same_bits,
+    selected,
+)
 
 import fastmha
 from fastmha import _core, reference
@@ -197,8 +209,8 @@ def test_gradients_agree_with_central_differences(activation):
         return float((fastmha.linear(x, W, b, activation=activation, residual=residual) * grad).sum())
 
     for array, gradient in zip((x, W, b), fastmha.linear_backward(grad, x, W, b, activation=activation), strict=True):
-        np.testing.assert_allclose(gradient, central_differences(loss, array), rtol=1e-7, atol=1e-8)
-    np.testing.assert_allclose(grad, central_differences(loss, residual), rtol=1e-7, atol=1e-8)
+        assert_gradient(gradient, loss, array)
+    assert_gradient(grad, loss, residual, "residual")
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

@@ -8,8 +8,7 @@ import numpy as np
 
 from fastmha import _core, algorithms, threads, validate
 
-_ACTIVATIONS: dict[str, int] = dict(_core.ACTIVATIONS)
-_NAMES = tuple(_ACTIVATIONS)
+_ACTIVATIONS = tuple(name for name in _core.ACTIVATIONS if name is not None)
 
 
 class PackedWeights:
@@ -183,7 +182,7 @@ def linear_backward(
     if kind and g.size:
         z = np.empty(g.shape, x.dtype)
         algorithms.own_product(rows, weights, z, workers, trans_b=transposed, bias=b)
-        algorithms.activation_backward(kind, np.ascontiguousarray(g), z, z, workers)
+        _core.activation_rows(kind, np.ascontiguousarray(g), z, z, workers)
         g = z
     grad_x, grad_W = np.empty(x.shape, x.dtype), np.empty((K, N), x.dtype)
     # grad_x (M, K) <- g (M, N) @ W^T
@@ -220,7 +219,9 @@ def _checked(x: Any, W: Any, b: Any, activation: Any) -> tuple[np.ndarray, Any, 
         if b.shape != (N,):
             raise ValueError(f"b must have shape ({N},), got {b.shape}")
         b = np.require(b, None, ("C", "A"))
-    return x, W, b, 0 if activation is None else _ACTIVATIONS[validate.choice("activation", activation, _NAMES)]
+    if activation is not None:
+        validate.choice("activation", activation, _ACTIVATIONS)
+    return x, W, b, _core.ACTIVATIONS[activation]
 
 
 def _in_rows(x: np.ndarray) -> bool:
