@@ -339,7 +339,7 @@ def _norm_arguments(x: Any, weight: Any, bias: Any, eps: Any,
     weight = _of_width("weight", weight, x)
     bias = None if bias is None else _of_width("bias", bias, x)
     residual = None if residual is None else _like_x("residual", residual, x)
-    number = isinstance(eps, Real) and not isinstance(eps, (bool, np.bool_))
+    number = type(eps) is float or (isinstance(eps, Real) and not isinstance(eps, (bool, np.bool_)))
     if not number:
         raise TypeError(f"eps must be a finite number >= 0, got {validate.short(eps)}")
     if not 0 <= eps < math.inf:
@@ -365,16 +365,22 @@ def _of_width(name: str, array: Any, x: np.ndarray) -> np.ndarray:
 
 def _line(array: Any) -> Any:
     """weight or bias as the kernels take it."""
-    return None if array is None else np.require(array, None, ("C", "A"))
+    if array is None or (array.flags.c_contiguous and array.flags.aligned):
+        return array
+    return np.require(array, None, ("C", "A"))      # slow to find out that there is nothing to do
 
 
 def _output(out: Any, x: np.ndarray, inputs: dict[str, Any]) -> np.ndarray:
     """out after its checks: it may be x itself."""
     if isinstance(out, np.ndarray):
         validate.same_dtype("out", out, "x", x.dtype)
-        if out is x or (out.strides == x.strides and out.shape == x.shape and out.ctypes.data == x.ctypes.data):
+        if out is x or (out.strides == x.strides and out.shape == x.shape and _address(out) == _address(x)):
             inputs = {name: array for name, array in inputs.items() if name != "x"}
     return validate.output(out, x.shape, x.dtype, inputs)
+
+
+def _address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def _as_rows(y: np.ndarray, inputs: list[np.ndarray], single: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
