@@ -210,11 +210,11 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
         own_product(a, b, out, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, packed=packed)
 
 
-def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
-                bias: np.ndarray | None = None, packed: np.ndarray | None = None, activation: int = 0,
+def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: int, *, trans_a: bool = False,
+                trans_b: bool = False, bias: np.ndarray | None = None, packed: np.ndarray | None = None, activation: int = 0,
                 residual: np.ndarray | None = None) -> None:
-    """out := activation(op(a) @ op(b) + bias) + residual by the kernels' own product, else as `product`; b may be None where it is
-    packed, and out heads where there is no residual."""
+    """out := activation(op(a) @ op(b) + bias) + residual by the kernels' own product, else as `product`; b may be None where it
+    is packed, and out heads where there is no residual."""
     if out.ndim == 4 and out.shape[3] % _core.PANEL_COLUMNS:
         packed = None
     _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, _slices(out), threads, packed, activation, residual)

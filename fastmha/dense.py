@@ -48,7 +48,7 @@ class PackedWeights:
         return f"PackedWeights(shape={self.shape}, dtype={self.dtype}, isa={self.isa!r})"
 
     def __reduce__(self) -> Any:
-        raise TypeError("PackedWeights hold the order of one instruction set: keep the weights themselves, and pack them again")
+        raise TypeError("PackedWeights hold the order of one instruction set: keep the weights, and pack them again")
 
 
 def pack_weights(W: np.ndarray) -> PackedWeights:
@@ -115,8 +115,7 @@ def linear(
     True
     """
     x, W, b, kind = _checked(x, W, b, activation)
-    packed = type(W) is PackedWeights
-    if packed and W.isa != _core.selected_isa()[0]:
+    if isinstance(W, PackedWeights) and W.isa != _core.selected_isa()[0]:
         raise ValueError(f'W is packed for "{W.isa}" but the instruction set is "{_core.selected_isa()[0]}": pack it again')
     N = W.shape[1]
     shape = (*x.shape[:-1], N)
@@ -129,12 +128,13 @@ def linear(
     if out is None:
         result = out = np.empty(shape, x.dtype)
     else:
-        result = validate.output(out, shape, x.dtype, {"x": x, "W": None if packed else W, "b": b, "residual": residual}, "x")
-    y, rows, added = matrix(result), matrix(x), None if residual is None else matrix(residual)
+        read = {"x": x, "W": W.memory if isinstance(W, PackedWeights) else W, "b": b, "residual": residual}
+        result = validate.output(out, shape, x.dtype, read, "x")
+    y = matrix(result)
     if y.size:
-        weights, transposed = (None, False) if packed else _where_it_lies(W)
-        algorithms.own_product(rows, weights, y, workers, trans_b=transposed, packed=W.memory if packed else None, bias=b,
-                               activation=kind, residual=added)
+        weights, transposed, packed = _where_it_lies(W)
+        algorithms.own_product(matrix(x), weights, y, workers, trans_b=transposed, packed=packed, bias=b, activation=kind,
+                               residual=None if residual is None else matrix(residual))
     if not np.may_share_memory(y, result):
         result[...] = y.reshape(shape)
     return out
@@ -168,7 +168,7 @@ def linear_backward(
     their backward functions.
     """
     x, W, b, kind = _checked(x, W, b, activation)
-    if type(W) is PackedWeights:
+    if isinstance(W, PackedWeights):
         raise TypeError("W must be the array of the weights for a backward pass, got PackedWeights")
     K, N = W.shape
     shape = (*x.shape[:-1], N)
@@ -178,7 +178,7 @@ def linear_backward(
         raise ValueError(f"grad_out must have the result's shape {shape}, got {grad_out.shape}")
     workers = threads.resolve(num_threads)
     rows, g = matrix(x), matrix(grad_out)
-    weights, transposed = _where_it_lies(W)
+    weights, transposed, _ = _where_it_lies(W)
     if kind and g.size:
         z = np.empty(g.shape, x.dtype)
         algorithms.own_product(rows, weights, z, workers, trans_b=transposed, bias=b)
@@ -207,7 +207,7 @@ def _checked(x: Any, W: Any, b: Any, activation: Any) -> tuple[np.ndarray, Any, 
     x = validate.floats("x", x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis, got a scalar")
-    if type(W) is not PackedWeights:
+    if not isinstance(W, PackedWeights):
         W = _weights(W)
     validate.same_dtype("W", W, "x", x.dtype)
     K, N = W.shape
@@ -237,10 +237,13 @@ def _weights(W: Any) -> np.ndarray:
     return W
 
 
-def _where_it_lies(W: np.ndarray) -> tuple[np.ndarray, bool]:
-    """W as the product takes it, and whether that is its transpose; a copy where it lies neither way."""
+def _where_it_lies(W: np.ndarray | PackedWeights) -> tuple[np.ndarray | None, bool, np.ndarray | None]:
+    """W as the product takes it, a copy where it lies neither as it is nor as its transpose; whether that is its transpose; what is
+    packed."""
+    if isinstance(W, PackedWeights):
+        return None, False, W.memory
     if _core.in_place(W) and _in_rows(W):
-        return W, False
+        return W, False, None
     if _core.in_place(W.T) and _in_rows(W.T):
-        return W.T, True
-    return W.copy(), False
+        return W.T, True, None
+    return W.copy(), False, None

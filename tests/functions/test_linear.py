@@ -25,7 +25,8 @@ from fastmha import _core, reference
 ACTIVATIONS = (None, *(name for name in _core.ACTIVATIONS if name))
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 sizes = pytest.mark.parametrize(
-    "size", [(1, 1, 1), (1, 300, 7), (2, 3, 65), (7, 257, 64), (13, 70, 130), (16, 64, 33), (17, 513, 96), (70, 33, 257), (300, 40, 65)]
+    "size", [(1, 1, 1), (1, 300, 7), (2, 3, 65), (7, 257, 64), (13, 70, 130), (16, 64, 33), (17, 513, 96), (70, 33, 257),
+             (300, 40, 65)]
 )
 
 
@@ -179,8 +180,8 @@ def test_gradients_are_within_the_bounds_of_their_sums(isa, dtype, size):
 def test_gradients_with_an_activation_are_those_of_separate_steps(isa, dtype, activation, size):
     x, W, b, grad = operands(*size, dtype, seed=1)
     z = fastmha.linear(x, W, b)
-    steps = {None: lambda g: g, "gelu": lambda g: fastmha.gelu_backward(g, z), "relu": lambda g: np.where(z > 0, g, g * 0),
-             "gelu_tanh": lambda g: fastmha.gelu_backward(g, z, approximate="tanh"), "silu": lambda g: fastmha.silu_backward(g, z)}
+    steps = {None: lambda g: g, "gelu": lambda g: fastmha.gelu_backward(g, z), "silu": lambda g: fastmha.silu_backward(g, z),
+             "gelu_tanh": lambda g: fastmha.gelu_backward(g, z, approximate="tanh"), "relu": lambda g: np.where(z > 0, g, g * 0)}
     expected = fastmha.linear_backward(steps[activation](grad), x, W, b)
     for weights in (W, transposed(W)):
         assert_same(fastmha.linear_backward(grad, x, weights, b, activation=activation), expected)
@@ -192,8 +193,8 @@ def test_the_specification_agrees(activation, shape):
     x, grad, residual = normal(*shape, 6), normal(*shape, 5, seed=2), normal(*shape, 5, seed=3)
     W, b = normal(6, 5, seed=4), normal(5, seed=5)
     for bias in (b, None):
-        ours = fastmha.linear(x, W, bias, activation=activation, residual=residual)
-        np.testing.assert_allclose(ours, reference.linear(x, W, bias, activation=activation, residual=residual), rtol=0, atol=1e-14)
+        ours, wanted = (of.linear(x, W, bias, activation=activation, residual=residual) for of in (fastmha, reference))
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-14)
         grads = fastmha.linear_backward(grad, x, W, bias, activation=activation)
         for one, other in zip(grads, reference.linear_backward(grad, x, W, bias, activation=activation), strict=True):
             assert one.shape == other.shape
@@ -246,11 +247,10 @@ def test_bad_arguments_are_named_with_what_came():
         fastmha.linear(x, W, out=np.zeros((5, 5), np.float32))
     with raises(TypeError, "out has dtype float64 but x has float32: they must share one dtype"):
         fastmha.linear(x, W, out=np.zeros((4, 5)))
-    for name, keywords in (("x", {"x": (buffer := np.zeros((4, 6), np.float32))}), ("residual", {"residual": (buffer2 := residual.copy())})):
-        given = {"x": x, "W": W, **keywords}
-        out = buffer[:, :5] if name == "x" else buffer2
+    wide, kept = np.zeros((4, 6), np.float32), residual.copy()
+    for name, out, given in (("x", wide[:, :5], {"x": wide}), ("residual", kept, {"x": x, "residual": kept})):
         with raises(ValueError, f"out overlaps {name} in memory"):
-            fastmha.linear(**given, out=out)
+            fastmha.linear(W=W, out=out, **given)
     with raises(ValueError, "grad_out must have the result's shape (4, 5), got (4, 6)"):
         fastmha.linear_backward(x, x, W)
     with raises(TypeError, "grad_out has dtype float64 but x has float32: they must share one dtype"):
@@ -268,9 +268,10 @@ def test_packed_weights_say_what_they_are_and_keep_to_one_instruction_set():
     kept = packed.memory.copy()
     W[...] = 0
     assert same_bits(packed.memory, kept)
-    with raises(TypeError, "PackedWeights hold the order of one instruction set: keep the weights themselves, and pack them again"):
+    with raises(TypeError, "PackedWeights hold the order of one instruction set: keep the weights, and pack them again"):
         pickle.dumps(packed)
     for other in ISAS:
         if other != isa:
-            with selected(other), raises(ValueError, f'W is packed for "{isa}" but the instruction set is "{other}": pack it again'):
+            message = f'W is packed for "{isa}" but the instruction set is "{other}": pack it again'
+            with selected(other), raises(ValueError, message):
                 fastmha.linear(np.ones(6), packed)
