@@ -25,7 +25,6 @@ DESCRIPTION = "Measure what the memory layout of heads does to attention on this
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the study."""
     parser.add_argument("--quick", action="store_true", help="a look at each question, in under two minutes")
     parser.add_argument("--only", action="append", default=[], choices=questions.NAMES, metavar="QUESTION",
                         help=f"one question of {', '.join(questions.NAMES)}; may be given several times")
@@ -55,11 +54,12 @@ def run(options: argparse.Namespace, command: str) -> int:
     begin = time.perf_counter()
     if options.shape is not None and options.only:
         return failed("takes either --shape or --only")
-    if options.shape is not None:
-        return shape.run(options.shape, options.threads, options.quick, options.json, command)
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    needed = EXTRA if options.shape is None else () if options.json else EXTRA[:1]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return failed(f'needs {" and ".join(missing)}: pip install "fastmha[study]"')
+    if options.shape is not None:
+        return shape.run(options.shape, options.threads, options.quick, options.json, command)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -121,7 +121,7 @@ def announcement(trials: Sequence[Trial], budget: pace.Budget) -> str:
     """How many measurements, how much work, how long; and how many there is no time for."""
     seconds = budget.announced
     about = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
-    flops, dropped = runner.planned(budget.kept)[0], len(trials) - len(budget.kept)
+    flops, dropped = sum(t.flops for t in budget.kept), len(trials) - len(budget.kept)
     return (f"{len(budget.kept)} measurements, at least {flops / 1e12:.1f} TFLOP, about {about} in all"
             + (f"; {dropped} more, the longest, only if there is time" if dropped else ""))
 

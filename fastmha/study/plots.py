@@ -30,7 +30,8 @@ CHARACTER = {8: 0.068, 9: 0.076, 12: 0.112}     # inches of a wide one, by size 
 LABEL, GAP = 42, 0.1                    # characters of a row's label before it is wrapped; inches between header, panels, footer
 CELL = 0.62, 0.34                       # inches of a cell of a heat map: width, height
 LEAST_SPAN, MOST_SPAN = 1.1, 1.25       # its shades reach to this ratio at least: noise stays pale; and at most
-SHADES = ("#1f4e8c", "0.97", "#e8912d")         # below 1, at it, above: without colours dark and light
+SHADES, DARK = ("#1f4e8c", "0.97", "#e8912d"), -0.75    # below 1, at it, above: without colours dark and light; below this
+                                                        # place between -1 and 1 white has a greater contrast than black
 NOT_MEASURED = {"facecolor": "white", "hatch": "xxxx", "edgecolor": "0.6", "linewidth": 0}
 
 # fills differ in grey and in hatch, lines in dashes and in marker; whoever draws more than there are starts again
@@ -61,14 +62,12 @@ def heat_maps(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[
     figure, grid = _figure(width, max(2.2, down * (tall + 0.9)), len(panels), across)
     colours = LinearSegmentedColormap.from_list("sides", SHADES)
     for index, (axes, panel, values) in enumerate(zip(grid, panels, maps, strict=True)):
-        axes.set_facecolor("white")
         shades = np.clip(np.log(values) / span, -1, 1)
         image = axes.imshow(np.ma.masked_invalid(shades), cmap=colours, vmin=-1, vmax=1, aspect="auto")
         for row, column in np.ndindex(*values.shape):
             if np.isfinite(values[row, column]):
-                dark = _luminance(colours((shades[row, column] + 1) / 2)) < 0.18     # there white has the greater contrast
                 axes.text(column, row, panel["texts"][row][column], ha="center", va="center", fontsize=8,
-                          color="white" if dark else "black")
+                          color="white" if shades[row, column] < DARK else "black")
             else:
                 axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **NOT_MEASURED))
         _contour(axes, values)
@@ -95,16 +94,10 @@ def _span(ratios: np.ndarray) -> float:
 def _contour(axes: Any, values: np.ndarray) -> None:
     """A line along the edges of cells between values below 1 and others."""
     above = np.where(np.isfinite(values), values >= 1, np.nan)
-    for row, column in zip(*np.nonzero(np.abs(np.diff(above, axis=1)) == 1)):
+    for row, column in np.argwhere(np.abs(np.diff(above, axis=1)) == 1):
         axes.plot([column + 0.5] * 2, [row - 0.5, row + 0.5], **CONTOUR)
-    for row, column in zip(*np.nonzero(np.abs(np.diff(above, axis=0)) == 1)):
+    for row, column in np.argwhere(np.abs(np.diff(above, axis=0)) == 1):
         axes.plot([column - 0.5, column + 0.5], [row + 0.5] * 2, **CONTOUR)
-
-
-def _luminance(colour: Sequence[float]) -> float:
-    """Of a colour of sRGB, as the contrast of the Web Content Accessibility Guidelines takes it."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def stacked_bars(path: Path, found: Found, *, title: str, bars: Sequence[Mapping[str, Any]], x: str,
@@ -171,7 +164,7 @@ def bars(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, 
         axes.tick_params(labelbottom=True)
         axes.use_sticky_edges = reference is None       # else a line at the edge is not seen
         _horizontal(axes, x, reference)
-    _save(figure, path, found, title, _fills(names) + _reference(reference) if len(names) > 1 else [])
+    _save(figure, path, found, title, _fills(names) + _reference(reference))
 
 
 def lines(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, x_log2: bool = False,
@@ -304,22 +297,18 @@ def _save(figure: Figure, path: Path, found: Found, title: str, handles: Sequenc
     between = "   ·   " if len(found["command"]) + len(where) + 7 <= fit else "\n"
     foot = figure.text(0.5, 0, _wrapped(found["command"] + between + where, fit), fontsize=8, color="0.3", ha="center",
                        va="bottom")
-    legend = None
     for columns in range(min(6, len(handles)), 0, -1):
-        if legend is not None:
-            legend.remove()
-        even = _columns(len(handles), columns)
-        legend = figure.legend(handles=handles, ncols=even, loc="upper center", borderaxespad=0, fontsize=9, frameon=False,
-                               handlelength=3)
+        legend = figure.legend(handles=handles, ncols=_columns(len(handles), columns), loc="upper center", borderaxespad=0,
+                               fontsize=9, frameon=False, handlelength=3)
         legend.set_in_layout(False)
-        if legend.get_window_extent(renderer).width / DPI <= width - 0.2:
+        if columns == 1 or legend.get_window_extent(renderer).width / DPI <= width - 0.2:
             break
-    tall = [0 if part is None else part.get_window_extent(renderer).height / DPI + GAP for part in (head, legend, foot)]
+        legend.remove()
+    tall = [part.get_window_extent(renderer).height / DPI + GAP for part in (head, legend, foot)]
     total = height + sum(tall) + 2 * GAP
     figure.set_size_inches(width, total)
     head.set_y(1 - GAP / total)
-    if legend is not None:
-        legend.set_bbox_to_anchor((0.5, 1 - (GAP + tall[0]) / total), figure.transFigure)
+    legend.set_bbox_to_anchor((0.5, 1 - (GAP + tall[0]) / total), figure.transFigure)
     foot.set_y(GAP / total)
     figure.set_layout_engine("constrained", rect=(0, (GAP + tall[2]) / total, 1, height / total))
     figure.get_layout_engine().execute(figure)

@@ -86,42 +86,38 @@ def weights_of(case: Case, seed: int = 1) -> np.ndarray:
 def arms(case: Case, what: str, layout: str) -> tuple[Arms, dict[str, Callable[[], np.ndarray]]]:
     """What is timed, by name, and what of it to compare."""
     q, k, v = split(case, layout)
-    if what == "scores":
-        operands: tuple[np.ndarray, ...] = q, k
-        out = np.empty((case.B, case.H, case.Lq, case.Lq), case.dtype)
+    weights = np.empty(0) if what == "scores" else weights_of(case)
+    out = np.empty((case.B, case.H, case.Lq, case.Lq if what == "scores" else case.D), case.dtype)
 
-        def product(*heads: np.ndarray) -> np.ndarray:
-            return np.matmul(heads[0], heads[1].swapaxes(-1, -2), out=out)
-    else:
-        operands = v,
-        weights, out = weights_of(case), np.empty((case.B, case.H, case.Lq, case.D), case.dtype)
+    def scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return np.matmul(q, k.swapaxes(-1, -2), out=out)
 
-        def product(*heads: np.ndarray) -> np.ndarray:
-            return np.matmul(weights, heads[0], out=out)
+    def product(v: np.ndarray) -> np.ndarray:
+        return np.matmul(weights, v, out=out)
 
     if what == "merge":
         merged = np.empty((case.B, case.Lq, case.H * case.D), case.dtype)
         heads_of_merged = side_by_side(merged, (case.H,), case.D)[0]
 
-        def merge() -> np.ndarray:
-            return out.transpose(0, 2, 1, 3).reshape(merged.shape)
+        def merge(heads: np.ndarray) -> np.ndarray:
+            return heads.transpose(0, 2, 1, 3).reshape(merged.shape)
 
         def in_place() -> np.ndarray:
             np.matmul(weights, v, out=heads_of_merged)
             return merged
 
-        def product_and_merge() -> np.ndarray:
-            product(v)
-            return merge()
+        products = {"merged": lambda: merge(product(v)), "in place": in_place}
+        return {**products, "product": lambda: product(v), "merge copy": lambda: merge(out)}, products
 
-        return ({"merged": product_and_merge, "in place": in_place, "product": lambda: product(v), "merge copy": merge},
-                {"merged": product_and_merge, "in place": in_place})
+    operands = (q, k) if what == "scores" else (v,)
+    multiply: Callable[..., np.ndarray] = scores if what == "scores" else product
 
     def copy() -> list[np.ndarray]:
         return [np.ascontiguousarray(x) for x in operands]
 
     before = copy()
-    products = {"strided": lambda: product(*operands), "contiguous": lambda: product(*copy()), "packed": lambda: product(*before)}
+    products = {"strided": lambda: multiply(*operands), "contiguous": lambda: multiply(*copy()),
+                "packed": lambda: multiply(*before)}
     return {**products, "copy": copy}, products
 
 
@@ -165,11 +161,9 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     return found + [trial(case, what, INTERLEAVED, seconds) for case in small for what in ("scores", "output")]
 
 
-# -------------------------------------------------------------------------------------------------- answer
-
 def answer(records: Sequence[Record], found: Found) -> Answer:
-    """What NumPy does with strided heads, and what of its time are copies."""
-    fused, interleaved, merges = _fused(records), of(records, layout=INTERLEAVED), of(records, what="merge")
+    interleaved, merges = of(records, layout=INTERLEAVED), of(records, what="merge")
+    fused = [r for r in of(records, layout=FUSED) if r not in merges]
     held = all(r["one_blas_thread"] for r in records)
     short = " ".join(filter(None, (_fused_sentence(fused), _interleaved_sentence(interleaved), _merge_sentence(merges))))
     method = ("`np.matmul` with out= into memory that is there before, on random heads split from one buffer (B, L, 3·H·D): "
@@ -183,19 +177,11 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
                  if held else ""))
     tables = [_table(fused + interleaved, "scores", "Products on strided heads and on copied ones"),
               _table(merges, "merge", "The output as (B, L, H·D)")]
-    return Answer(short, method, limits.strip(), [t for t in tables if t.rows])
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    bars = [bar for r in _fused(records) for bar in _bars(r)]
+    bars = [bar for r in fused for bar in _bars(r)]
     picture = Picture("numpy", "Time of NumPy's product on strided heads, and on heads that it copies first, by its parts.",
                       "stacked_bars", {"title": "NumPy: strided heads against heads copied first", "bars": bars,
                                        "x": "time over that of the product on heads packed before", "reference": 1.0})
-    return [picture] if bars else []
-
-
-def _fused(records: Sequence[Record]) -> list[Record]:
-    return [r for r in of(records, layout=FUSED) if r["factors"]["what"] != "merge"]
+    return Answer(short, method, limits.strip(), tables, [picture] if bars else [])
 
 
 def _count(number: int, records: Sequence[Record]) -> str:
@@ -256,16 +242,16 @@ def _table(records: Sequence[Record], what: str, title: str) -> Table:
 def _bars(record: Record) -> list[dict[str, Any]]:
     """A product on strided heads, and one that copies first in its parts, over the time on packed heads."""
     unit = record["arms"]["packed"]["median"]
-    strided, whole, copy = ({key: record["arms"][name][key] / unit for key in ("median", "low", "high")}
-                            for name in ("strided", "contiguous", "copy"))
-    parts = {"strided": [{"name": "product", "value": strided["median"]}],
-             "contiguous": [{"name": "product", "value": max(0.0, whole["median"] - copy["median"])},
-                            {"name": "copy", "value": copy["median"]}]}
-    return [{"label": name, "group": record["label"].removeprefix(f"{FUSED} "), "parts": parts[name], "low": ends["low"],
-             "high": ends["high"]} for name, ends in (("strided", strided), ("contiguous", whole))]
+    over = {name: {key: record["arms"][name][key] / unit for key in ("median", "low", "high")} for name in ARMS["scores"]}
+    copy = over["copy"]["median"]
+    parts = {"strided": {"product": over["strided"]["median"]},
+             "contiguous": {"product": max(0.0, over["contiguous"]["median"] - copy), "copy": copy}}
+    return [{"label": arm, "group": record["label"].removeprefix(f"{FUSED} "),
+             "parts": [{"name": name, "value": value} for name, value in own.items()],
+             "low": over[arm]["low"], "high": over[arm]["high"]} for arm, own in parts.items()]
 
 
 QUESTION = Question(
     NAME, "NumPy's own products",
     "np.matmul on strided heads against heads made contiguous first, as the textbook advises: which is faster, and how much of "
-    "the loss is the copy?", trials, answer, pictures)
+    "the loss is the copy?", trials, answer)

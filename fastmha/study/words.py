@@ -50,12 +50,10 @@ def count_text(number: float) -> str:
 
 
 def ratio_of(ratio: str) -> Callable[[Record], str]:
-    """For a column of a table: a ratio of each record."""
     return lambda record: ratio_text(record["ratios"][ratio])
 
 
 def time_of(arm: str) -> Callable[[Record], str]:
-    """The median time of an arm."""
     return lambda record: time_text(record["arms"][arm]["median"])
 
 
@@ -76,7 +74,6 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def mean_text(ratios: Iterable[Ratio]) -> str:
-    """The geometric mean of ratios."""
     return f"{geomean(r['median'] for r in ratios):.2f}"
 
 
