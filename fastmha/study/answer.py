@@ -94,8 +94,6 @@ def table(title: str, records: Iterable[Record], cells: Mapping[str, Callable[[R
     return Table(title, list(cells), [[cell(r) for cell in cells.values()] for r in records], note)
 
 
-# ---------------------------------------------------------------------------------------------- pictures
-
 def spread(name: str, x: Sequence[Any], intervals: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """A line for `plots.lines`: the medians of intervals over x, and their ends."""
     return {"name": name, "x": list(x), **{key: [i[end] for i in intervals] for key, end in (

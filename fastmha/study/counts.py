@@ -239,14 +239,14 @@ def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[s
     if shutil.which("valgrind") and shutil.which("vgdb"):
         seconds = 1.5 + runs * madds / _MADDS_PER_SECOND
         starts = STARTS_A_SECOND * seconds
-    factors = {**asdict(case), "direction": direction}
-    return Trial(NAME, f"{case.name} {direction}", factors, measure, seconds, len(ARMS) * madds * 2, {"process": starts})
+    return Trial(NAME, f"{case.name} {direction}", {**asdict(case), "direction": direction}, measure, seconds,
+                 len(ARMS) * madds * 2, {"process": starts})
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
     """Heads in rows of three pages, and of 9 KiB; keys of one head of 128 KiB and more, beyond the first-level cache."""
     callgrind = Callgrind()
-    runs = [(replace(cases.case(1, 1, 128, 64, Lk=Lk, row=row), algorithm=name), direction)
+    runs = [(cases.case(1, 1, 128, 64, Lk=Lk, row=row, algorithm=name), direction)
             for direction, Lk in (("forward", 512), ("backward", 512), ("forward", 2048))
             for row in (12288, 9216) for name in ("tiled", "blas")]
     if quick:

@@ -119,10 +119,9 @@ def trial(run: Run, num_threads: int, seconds: float) -> Trial:
         lambda: checked_arms(Operands(case, count, next(places)), direction, count),
         [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold, places=PLACES,
         flops=flops, bytes=case.operand_bytes(direction), packed_bytes=case.packed_bytes(direction), row_bytes=case.row_bytes)
-    label = f"{case.name} {direction} {count}T{' cold' * run.cold}"
-    work = case.least(direction, 3 * LEAST_CALLS, count)
-    return Trial(NAME, label, {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure,
-                 seconds, 3 * flops, {**work, "fresh": 4 * case.operand_bytes(direction)})
+    return Trial(NAME, f"{case.name} {direction} {count}T{' cold' * run.cold}",
+                 {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure, seconds, 3 * flops,
+                 {**case.least(direction, 3 * LEAST_CALLS, count), "fresh": 4 * case.operand_bytes(direction)})
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:

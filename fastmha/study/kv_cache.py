@@ -9,7 +9,7 @@ Long and short calls are not in one trial: a short one would pay for what a long
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import numpy as np
@@ -20,7 +20,7 @@ from fastmha.study.answer import Answer, Found, Question, Record, by, lines, of,
 from fastmha.study.cases import Case
 from fastmha.study.operands import problem
 from fastmha.study.trial import LEAST_CALLS, Arms, Trial, checked, timed
-from fastmha.study.words import geomean, rate_of, ratio_text, sides, time_text, times_text
+from fastmha.study.words import geomean, rate_of, ratio_of, sides, time_text, times_text
 
 NAME = "cache"
 LAYOUTS = ("length-major", "head-major")        # compared: the first over the second
@@ -152,8 +152,8 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     return found
 
 
-def _ratios(records: Sequence[Record], kind: str) -> list[Mapping[str, float]]:
-    return ratios(records, f"{LAYOUTS[0]} {kind}/{LAYOUTS[1]} {kind}")
+def _over(kind: str) -> str:
+    return f"{LAYOUTS[0]} {kind}/{LAYOUTS[1]} {kind}"
 
 
 def _each(record: Record, arm: str) -> float:
@@ -171,11 +171,11 @@ def _share(decodes: Sequence[Record], appends: Sequence[Record]) -> float:
 def _short(decodes: Sequence[Record], appends: Sequence[Record], chunks: Sequence[Record]) -> str:
     sentences = []
     if decodes:
-        won, lost = sides(_ratios(decodes, "step"))
+        won, lost = sides(ratios(decodes, _over("step")))
         winner = "Head-major wins" if won > lost else "Length-major wins" if lost > won else "Neither layout wins"
         sentences.append(f"{winner} a step of one append and one decode: head-major is faster in {won}, length-major in {lost} "
                          f"of {len(decodes)} cases.")
-    parts = [f"{what} {times_text(_ratios(own, kind))}" for own, kind, what in (
+    parts = [f"{what} {times_text(ratios(own, _over(kind)))}" for own, kind, what in (
         (decodes, "step", "the step"), (decodes, "decode", "decoding"), (appends, "append", "appending a token"),
         (chunks, "chunk", f"appending {CHUNK} tokens at once")) if own]
     sentences.append(f"Time length-major over head-major: {', '.join(parts)}.")
@@ -194,20 +194,17 @@ def _label(record: Record) -> str:
 def answer(records: Sequence[Record], found: Found) -> Answer:
     decodes, appends, chunks = (of(records, kind=kind) for kind in KINDS)
 
-    def ratio(kind: str) -> Callable[[Record], str]:
-        return lambda r: ratio_text(_ratios([r], kind)[0])
-
     def time(arm: str) -> Callable[[Record], str]:
         return lambda r: time_text(_each(r, arm))
 
     case = {"case": _label, "Lk": lambda r: str(r["factors"]["Lk"])}
     tables = [table("Decoding over a cache", decodes, {
-        **case, "decode": ratio("decode"), "step": ratio("step"), "decode head-major": time("head-major decode"),
-        "GB/s": rate_of("head-major decode", "bytes")},
+        **case, "decode": ratio_of(_over("decode")), "step": ratio_of(_over("step")),
+        "decode head-major": time("head-major decode"), "GB/s": rate_of("head-major decode", "bytes")},
         "Decode, step: time length-major over head-major. Then time of a layer, and keys and values that it reads a second.")]
     for own, kind, title in ((appends, "append", "Appending a token"), (chunks, "chunk", f"Appending {CHUNK} tokens at once")):
         more = {"KVCache.append": time("KVCache.append")} if kind == "append" else {}
-        tables.append(table(title, own, {**case, "length/head": ratio(kind), "head-major": time(f"head-major {kind}"),
+        tables.append(table(title, own, {**case, "length/head": ratio_of(_over(kind)), "head-major": time(f"head-major {kind}"),
                                          "length-major": time(f"length-major {kind}"), **more},
                             "Time length-major over head-major; then times per layer, keys and values."))
     method = (
@@ -230,7 +227,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
                              ("append a token", appends, "append"), (f"append {CHUNK} tokens", chunks, "chunk")):
         series = by(sorted(own, key=lambda r: r["factors"]["Lk"]), lambda r: _label(r).partition(f" {threads}T")[0])
         panels.append({"title": title, "reference": 1.0, "series": [
-            spread(name, [r["factors"]["Lk"] for r in line], _ratios(line, kind)) for name, line in series.items()]})
+            spread(name, [r["factors"]["Lk"] for r in line], ratios(line, _over(kind))) for name, line in series.items()]})
     return Answer(_short(decodes, appends, chunks), method, limits, tables, lines(
         "cache", "Length-major over head-major, by the number of cached tokens; above 1, head-major is faster.", panels,
         title="A KV cache: length-major over head-major", x="cached tokens Lk", y="time length-major / time head-major",

@@ -84,8 +84,7 @@ def limits(num_threads: int, seconds: float = 1.0) -> dict[str, float]:
         a, b, out = np.ones((3, n, n), dtype)
         best = min(_best(partial(algorithms.product, a, b, out, num_threads, blas=blas), share / 2) for blas in (False, True))
         found[np.dtype(dtype).name] = 2 * n**3 / best
-    found["read"] = _read_speed(num_threads, share)
-    return found
+    return {**found, "read": _read_speed(num_threads, share)}
 
 
 def _best(function: Callable[[], object], seconds: float) -> float:

@@ -251,9 +251,6 @@ ALGORITHMS, ARMS = ("blas", "tiled"), ("blas, weights", "blas", "tiled")       #
 def answer(records: Sequence[Record], found: Found) -> Answer:
     measured, d_model, H = [r for r in records if "peak_bytes" in r], records[0]["factors"]["d_model"], records[0]["factors"]["H"]
     series = {arm: of_arm(measured, arm) for arm in ARMS}
-    short = " ".join(filter(None, (agreement(measured), growth_sentence(series), blocks_sentence(measured),
-                                   f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for "
-                                   f"d_model {d_model} at {analysis.crossover_length(d_model)}.")))
     method = (
         "Counted: fastmha.analysis, every array of a layer once, float32, no bias, no mask. Measured: one call of "
         "MultiHeadAttention in a process of its own: the peak of its resident memory above what was resident before weights and "
@@ -264,13 +261,19 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
               "part of them. The scratch of a training step by tiled is about 2 L D numbers per thread, so that many threads "
               "hold more above the count than two. The count of operations tells nothing about how fast each kind runs: those of "
               "the softmax are slower than those of products.")
+    points = [{"group": r["factors"]["arm"], "dtype": "float32", "intensity": r["flops"] / r["counted_bytes"],
+               "rate": r["flops"] / r["seconds"]["median"]} for r in measured if textbook(r)]
+    roofline = Picture("memory_roofline", "Operations/s over counted operations a byte, every array counted once.", "roofline",
+                       {"title": "The layer under the machine's roofs", "points": points})
+    # from an eighth of the crossover to eight times it
+    lengths = [max(1, int(analysis.crossover_length(d_model) * 2.0**n)) for n in range(-3, 4)]
     shapes, drawn = by(records, shape_text), {arm: own for arm, own in series.items() if own}
-    return Answer(short, method, limits, [
+    return Answer(short_of(measured, series, d_model), method, limits, [
         *(memory_table(shape, list(filter(textbook, own))) for shape, own in shapes.items()),
         *(blocks_table(shape, [r for r in own if not textbook(r)]) for shape, own in shapes.items()),
-        growth_table(drawn), analysis_table(d_model, H)], [
-        *measured_pictures(drawn), *components_picture(measured), *roofline_picture(measured, found),
-        *counted_pictures(d_model, H, found.get("limits"))])
+        growth_table(drawn), analysis_table(d_model, H, lengths)], [
+        *measured_pictures(drawn), *components_picture(measured), *([roofline] if points and found.get("limits") else []),
+        *counted_pictures(d_model, H, lengths, found.get("limits"))])
 
 
 def of_arm(records: Sequence[Record], arm: str) -> list[Record]:
@@ -296,19 +299,8 @@ def ratio(record: Record) -> float:
     return float(record["peak_bytes"] / record["counted_bytes"])
 
 
-def within(record: Record) -> bool:
-    return abs(ratio(record) - 1) <= TOLERANCE
-
-
-def agreement(measured: Sequence[Record]) -> str:
-    judged = [r for r in measured if textbook(r) and r["counted_bytes"] >= DOMINATES]
-    if not judged:
-        return ""
-    worst = max(judged, key=lambda r: abs(ratio(r) - 1))
-    kept = sum(map(within, judged))
-    which = f"all {kept}" if kept == len(judged) else f"{kept} of {len(judged)}"
-    return (f"The measured peak is within {TOLERANCE:.0%} of the count in {which} works of at least {bytes_text(DOMINATES)}; "
-            f"farthest off is {worst['label']}: {ratio(worst):.2f} times the count.")
+def off(record: Record) -> float:
+    return abs(ratio(record) - 1)
 
 
 def exponent(series: Sequence[Record], value: Callable[[Record], float]) -> float:
@@ -326,9 +318,16 @@ GROWTH: tuple[tuple[str, Callable[[Record], float]], ...] = (
     ("operations", lambda r: r["flops"]), ("time", lambda r: r["seconds"]["best"]))
 
 
-def growth_sentence(series: Mapping[str, Sequence[Record]]) -> str:
-    """About the arm that materialises scores and the one that has none."""
+def short_of(measured: Sequence[Record], series: Mapping[str, Sequence[Record]], d_model: int) -> str:
+    """Of the growth: the arm that materialises scores and the one that has none."""
+    large = [r for r in measured if r["counted_bytes"] >= DOMINATES]
+    judged, rest = list(filter(textbook, large)), [r for r in large if not textbook(r)]
     said = []
+    if judged:
+        worst, kept = max(judged, key=off), sum(off(r) <= TOLERANCE for r in judged)
+        which = f"all {kept}" if kept == len(judged) else f"{kept} of {len(judged)}"
+        said.append(f"The measured peak is within {TOLERANCE:.0%} of the count in {which} works of at least "
+                    f"{bytes_text(DOMINATES)}; farthest off is {worst['label']}: {ratio(worst):.2f} times the count.")
     for arm, name in (("blas, weights", "blas with its weights"), ("tiled", "tiled")):
         if len(series[arm]) < 2:
             continue
@@ -340,32 +339,29 @@ def growth_sentence(series: Mapping[str, Sequence[Record]]) -> str:
     if both := blas.keys() & tiled.keys():
         L = max(both)
         said.append(f"At L {L} blas with its weights holds {blas[L] / tiled[L]:.1f} times what tiled holds.")
+    if rest:
+        r = min(rest, key=ratio)
+        said.append(f"Without being asked for weights blas keeps only blocks of its scores: {r['label']} held "
+                    f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
+    said.append("On paper the products over the pairs cost as much as the projections at L = 2 d_model: for d_model "
+                f"{d_model} at {analysis.crossover_length(d_model)}.")
     return " ".join(said)
 
 
-def blocks_sentence(measured: Sequence[Record]) -> str:
-    rest = [r for r in measured if not textbook(r) and r["counted_bytes"] >= DOMINATES]
-    if not rest:
-        return ""
-    r = min(rest, key=ratio)
-    return (f"Without being asked for weights blas keeps only blocks of its scores: {r['label']} held "
-            f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
+def row_name(record: Record) -> str:
+    return "{arm}, L {L}".format(**record["factors"])
 
 
 def bytes_of(name: str) -> Callable[[Record], str]:
     return lambda r: bytes_text(r[name]) if name in r else ""
 
 
-def peaks_table(title: str, own: Sequence[Record], cells: Mapping[str, Callable[[Record], str]], note: str) -> Table:
-    return table(title, own, {"": lambda r: "{arm}, L {L}".format(**r["factors"]), **cells}, note)
-
-
 def memory_table(shape: str, own: Sequence[Record]) -> Table:
     def verdict(r: Record) -> str:
-        return r.get("missing") or ("small" if r["counted_bytes"] < DOMINATES else "yes" if within(r) else "NO")
+        return r.get("missing") or ("small" if r["counted_bytes"] < DOMINATES else "yes" if off(r) <= TOLERANCE else "NO")
 
-    return peaks_table(f"Peak memory, {shape}", own, {
-        "counted": bytes_of("counted_bytes"), "measured": bytes_of("peak_bytes"),
+    return table(f"Peak memory, {shape}", own, {
+        "": row_name, "counted": bytes_of("counted_bytes"), "measured": bytes_of("peak_bytes"),
         "ratio": lambda r: "" if "missing" in r else f"{ratio(r):.2f}", f"within {TOLERANCE:.0%}": verdict,
         "scratch": bytes_of("scratch_bytes")},
         f"small: counted below {bytes_text(DOMINATES)}, not judged. weights: the score matrices are asked for, and so "
@@ -373,8 +369,9 @@ def memory_table(shape: str, own: Sequence[Record]) -> Table:
 
 
 def blocks_table(shape: str, own: Sequence[Record]) -> Table:
-    return peaks_table(f"Peak memory of blas without weights, {shape}", own, {
-        "textbook": bytes_of("counted_bytes"), "no scores": bytes_of("held_bytes"), "measured": bytes_of("peak_bytes"),
+    return table(f"Peak memory of blas without weights, {shape}", own, {
+        "": row_name, "textbook": bytes_of("counted_bytes"), "no scores": bytes_of("held_bytes"),
+        "measured": bytes_of("peak_bytes"),
         "ratio": lambda r: r.get("missing") or f"{r['peak_bytes'] / r['held_bytes']:.2f}"},
         "Where nobody asks for weights, blas computes scores in blocks that stay in the caches and keeps none: textbook is the "
         "count with score matrices, no scores the count without; ratio: measured over the latter.")
@@ -395,14 +392,9 @@ def growth_table(series: Mapping[str, Sequence[Record]]) -> Table:
                  "matrices; time is linear in L for the projections, quadratic for the rest.")
 
 
-def analysis_lengths(d_model: int) -> list[int]:
-    """From an eighth of the crossover to eight times it."""
-    return [max(1, int(analysis.crossover_length(d_model) * 2.0**n)) for n in range(-3, 4)]
-
-
-def analysis_table(d_model: int, H: int) -> Table:
+def analysis_table(d_model: int, H: int, lengths: Sequence[int]) -> Table:
     rows = []
-    for L in analysis_lengths(d_model):
+    for L in lengths:
         parts = flop_parts(1, L, d_model, H)
         rows.append([str(L), *(f"{number / 1e9:.3g}" for number in parts.values()),
                      f"{1 - parts['projections'] / sum(parts.values()):.0%}",
@@ -454,17 +446,9 @@ def components_picture(measured: Sequence[Record]) -> list[Picture]:
             ] if bars else []
 
 
-def roofline_picture(measured: Sequence[Record], found: Found) -> list[Picture]:
-    """Of the works that hold what is counted."""
-    points = [{"group": r["factors"]["arm"], "dtype": "float32", "intensity": r["flops"] / r["counted_bytes"],
-               "rate": r["flops"] / r["seconds"]["median"]} for r in measured if textbook(r)]
-    return [Picture("memory_roofline", "Operations/s over counted operations a byte, every array counted once.", "roofline",
-                    {"title": "The layer under the machine's roofs", "points": points})] if points and found.get("limits") else []
-
-
-def counted_pictures(d_model: int, H: int, limits: Mapping[str, float] | None) -> list[Picture]:
+def counted_pictures(d_model: int, H: int, lengths: Sequence[int], limits: Mapping[str, float] | None) -> list[Picture]:
     """Operations and intensity, this one with the machine's own balance where its limits are known."""
-    shape, lengths, length = f"B 1, d_model {d_model}, {H} heads", analysis_lengths(d_model), analysis.crossover_length(d_model)
+    shape, length = f"B 1, d_model {d_model}, {H} heads", analysis.crossover_length(d_model)
     parts = [flop_parts(1, L, d_model, H) for L in lengths]
     balance = {"reference": limits["float32"] / limits["read"]} if limits else {}
     return [

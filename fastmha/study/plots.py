@@ -104,7 +104,7 @@ def stacked_bars(path: Path, found: Found, *, title: str, bars: Sequence[Mapping
                  reference: float | None = None) -> None:
     """Horizontal bars of parts. A bar: {"group", "label", "parts": [{"name", "value"}, ...]}, with "low" and "high" of its whole
     where known; bars of a group follow one another."""
-    names = _names(part["name"] for bar in bars for part in bar["parts"])
+    names = _looks((part["name"] for bar in bars for part in bar["parts"]), FILLS)
     places: list[float] = []
     headings: list[tuple[float, str]] = []
     height = 0.0
@@ -132,14 +132,14 @@ def stacked_bars(path: Path, found: Found, *, title: str, bars: Sequence[Mapping
         tick.tick1line.set_visible(False)
     axes.set_ylim(height, 0)
     _horizontal(axes, x, reference)
-    _save(figure, path, found, title, _fills(names) + _reference(reference))
+    _save(figure, path, found, title, _legend(names, reference))
 
 
 def bars(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str,
          reference: float | None = None) -> None:
     """Horizontal bars beside each other with whiskers. A panel: {"title", "rows": [{"label", "values": [{"name", "value",
     "low", "high"}, ...]}, ...]}; bars of one name have one hatch. They start at `reference` where it is given, else at 0."""
-    names = _names(value["name"] for p in panels for row in p["rows"] for value in row["values"])
+    names = _looks((value["name"] for p in panels for row in p["rows"] for value in row["values"]), FILLS)
     labels = [[_wrapped(row["label"], LABEL) for row in p["rows"]] for p in panels]
     shared = all(each == labels[0] for each in labels)          # the same rows: panels beside each other, labels once
     longest = max(len(line) for texts in labels for text in texts for line in text.split("\n"))
@@ -164,15 +164,14 @@ def bars(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, 
         axes.tick_params(labelbottom=True)
         axes.use_sticky_edges = reference is None       # else a line at the edge is not seen
         _horizontal(axes, x, reference)
-    _save(figure, path, found, title, _fills(names) + _reference(reference))
+    _save(figure, path, found, title, _legend(names, reference))
 
 
 def lines(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, x_log2: bool = False,
           y_log: bool = False) -> None:
     """Lines with their spread. A panel: {"title", "series": [{"name", "x": [...], "y": [...], "low": [...], "high": [...]}]}
     (low and high may be missing), with "reference": a horizontal line, "marks": [(x, text)] vertical ones."""
-    order = dict.fromkeys(series["name"] for p in panels for series in p["series"])
-    strokes = {name: STROKES[number % len(STROKES)] for number, name in enumerate(order)}
+    strokes = _looks((series["name"] for p in panels for series in p["series"]), STROKES)
     columns = _columns(len(panels), 2)
     tall = (3.5 if columns > 1 else 4.0) + 0.5 * any(p.get("marks") for p in panels)
     figure, grid = _figure(WIDTH, -(-len(panels) // columns) * tall, len(panels), columns)
@@ -249,8 +248,7 @@ def roofline(path: Path, found: Found, *, title: str, points: Sequence[Mapping[s
     near = start * (ridge / start) ** (0.04 if lower else 0.95)     # where fewer points are
     axes.text(near, near * read * 1.06, f"read from memory: {_number(read)} GB/s", fontsize=9, rotation_mode="anchor",
               rotation=math.degrees(math.atan(read)), transform_rotates_text=True, va="bottom", ha="left" if lower else "right")
-    groups = dict.fromkeys(p["group"] for p in points)
-    markers = {group: MARKERS[number % len(MARKERS)] for number, group in enumerate(groups)}
+    markers = _looks((p["group"] for p in points), MARKERS)
     drawn: dict[str, Any] = {"color": "0.15", "linestyle": "", "markersize": 7.5, "markeredgewidth": 1.1}
     for point in points:
         axes.plot(point["intensity"], point["rate"] / 1e9, fillstyle=HOLLOW[point["dtype"]][0], marker=markers[point["group"]],
@@ -338,18 +336,14 @@ def _short(value: float, _: object = None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
 
 
-def _names(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    return {name: FILLS[number % len(FILLS)] for number, name in enumerate(dict.fromkeys(names))}
+def _looks(names: Iterable[str], looks: Sequence[Any]) -> dict[str, Any]:
+    return {name: looks[number % len(looks)] for number, name in enumerate(dict.fromkeys(names))}
 
 
-def _fills(names: Mapping[str, dict[str, Any]]) -> list[Any]:
-    return [Patch(label=_wrapped(name, 60), **EDGE, **fill) for name, fill in names.items()]
-
-
-def _reference(reference: float | None) -> list[Any]:
-    if reference is None:
-        return []
-    return [Line2D([], [], color="black", linewidth=1.2, linestyle="--", label=f"reference {_short(reference)}")]
+def _legend(names: Mapping[str, dict[str, Any]], reference: float | None) -> list[Any]:
+    line = {"color": "black", "linewidth": 1.2, "linestyle": "--"}
+    return [*(Patch(label=_wrapped(name, 60), **EDGE, **fill) for name, fill in names.items()),
+            *([] if reference is None else [Line2D([], [], label=f"reference {_short(reference)}", **line)])]
 
 
 def _whisker(axes: Any, bar: Mapping[str, Any], place: float) -> None:

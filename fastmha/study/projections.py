@@ -14,7 +14,6 @@ contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,17 +51,13 @@ def _tokens_and_weights(tokens: int, d: int) -> tuple[np.ndarray, np.ndarray]:
     return _copy(x), _copy(w / np.sqrt(d, dtype=np.float32))
 
 
-def columns(fused: np.ndarray) -> list[np.ndarray]:
-    """The three views (rows, d) of a matrix (rows, 3d)."""
-    return np.split(fused, 3, axis=1)
-
-
 def _pairs(name: str, w: np.ndarray, whole: np.ndarray, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Weights of its own for an arm, and where in its memory their products go."""
     if name == "three arrays":
-        return [(_copy(part), array) for part, array in zip(columns(w), whole.reshape(3, tokens, -1))]
+        return [(_copy(part), array) for part, array in zip(np.split(w, 3, axis=1), whole.reshape(3, tokens, -1))]
     rows = whole.reshape(tokens, -1)
-    return list(zip(columns(_copy(w)), columns(rows))) if name == "three products" else [(_copy(w), rows)]
+    pair = _copy(w), rows
+    return list(zip(*(np.split(x, 3, axis=1) for x in pair))) if name == "three products" else [pair]
 
 
 def product_arms(tokens: int, d: int, num_threads: int, blas: bool = False) -> Arms:
@@ -76,9 +71,9 @@ def product_arms(tokens: int, d: int, num_threads: int, blas: bool = False) -> A
                 algorithms.product(x, weight, out, num_threads, blas=blas)
         return run
 
-    results = {name: columns(own[0][1]) if len(own) == 1 else [out for _, out in own] for name, own in pairs.items()}
-    return checked(f"projection of {tokens} tokens, d_model {d}", {name: arm(name) for name in PRODUCTS},
-                   {name: dict(zip("QKV", outs)) for name, outs in results.items()}, "float32")
+    results = {name: dict(zip("QKV", np.split(own[0][1], 3, axis=1) if len(own) == 1 else [out for _, out in own]))
+               for name, own in pairs.items()}
+    return checked(f"projection of {tokens} tokens, d_model {d}", {name: arm(name) for name in PRODUCTS}, results, "float32")
 
 
 def layer_arms(of: Case, num_threads: int) -> Arms:
@@ -92,11 +87,8 @@ def layer_arms(of: Case, num_threads: int) -> Arms:
         whole, views = operands.lay(of, others.get(name, "side by side"))
         q, k, v = views
         problem = operands.problem(q, k, v)
-        pairs = _pairs(name, w, whole, L)
-        if name == "one product a head":
-            pairs = [(_copy(w), whole.reshape(1, 3 * H, L, of.D))]
-        elif name == "interleaved":
-            pairs = _pairs(name, w.reshape(d, 3, H, of.D).transpose(0, 2, 1, 3).reshape(d, 3 * d), whole, L)
+        own = w.reshape(d, 3, H, of.D).transpose(0, 2, 1, 3).reshape(d, 3 * d) if name == "interleaved" else w
+        pairs = [(_copy(w), whole.reshape(1, 3 * H, L, of.D))] if name == "one product a head" else _pairs(name, own, whole, L)
 
         def run() -> None:
             for weight, target in pairs:
@@ -149,25 +141,22 @@ def layer(of: Case, threads: int, seconds: float) -> Trial:
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
-    def of(d: int, L: int, algorithm: str) -> Case:
-        return replace(case(1, d // D, L, D), algorithm=algorithm)
-
     names = ("tiled", "blas")
     if quick:
         forward = [(768, L, name) for name in names for L in (128, 512)] + [(768, 1024, "tiled"), (1024, 512, "tiled")]
         return [*(product(tokens, 768, num_threads, 0.25) for tokens in TOKENS),
                 *(product(tokens, 1024, num_threads, 0.25) for tokens in (1, 512)),
                 product(512, 768, num_threads, 0.25, blas=True),
-                *(attention(of(*what), "forward", num_threads, 0.25) for what in forward),
-                *(attention(of(768, 512, name), "backward", num_threads, 0.25) for name in names),
-                *(layer(of(d, L, "tiled"), num_threads, 0.3) for d, L in ((768, 128), (768, 512), (1024, 512)))]
+                *(attention(case(1, d // D, L, D, algorithm=name), "forward", num_threads, 0.25) for d, L, name in forward),
+                *(attention(case(1, 12, 512, D, algorithm=name), "backward", num_threads, 0.25) for name in names),
+                *(layer(case(1, d // D, L, D), num_threads, 0.3) for d, L in ((768, 128), (768, 512), (1024, 512)))]
     lengths = [(d, L) for d in (768, 1024) for L in (128, 512, 1024, 2048)]
     return [*(product(tokens, d, num_threads, 0.8) for d in D_MODELS for tokens in TOKENS),
             product(512, 768, num_threads, 0.8, blas=True),
             *(product(tokens, 768, 1, 0.5) for tokens in (1, 16, 512)),
-            *(attention(of(d, L, name), direction, num_threads, 0.9) for d, L in lengths for name in names
+            *(attention(case(1, d // D, L, D, algorithm=name), direction, num_threads, 0.9) for d, L in lengths for name in names
               for direction in DIRECTIONS if direction == "forward" or L <= 1024),
-            *(layer(of(d, L, "tiled"), num_threads, 1.2) for d, L in lengths)]
+            *(layer(case(1, d // D, L, D), num_threads, 1.2) for d, L in lengths)]
 
 
 def _against(records: Sequence[Record], names: Sequence[str]) -> str:

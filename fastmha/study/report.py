@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fastmha.study.answer import Answer, Found, Question, Table
 from fastmha.study.folder import replace_text
+from fastmha.study.words import failed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -280,16 +281,12 @@ def main(document: Path) -> int:
     try:
         found = runner.read(results)
     except (OSError, ValueError) as error:
-        sentence = f"cannot read {results}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"fastmha study: {sentence}", file=sys.stderr)
-        return 2
+        return failed(f"cannot read {results}: {error.strerror}" if isinstance(error, OSError) else str(error))
     try:
         draw(folder, found, [(question, question.answered(found)) for question in questions.ALL])
         text = refreshed(document.read_text(encoding="utf-8"), found, f"{folder.name}/")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        print(f"fastmha study: {results} holds what no measurement of this version has found: {type(error).__name__}: {error}",
-              file=sys.stderr)
-        return 2
+        return failed(f"{results} holds what no measurement of this version has found: {type(error).__name__}: {error}")
     replace_text(document, text)
     return 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +21,7 @@ from fastmha.study import machine, memory
 from fastmha.study.answer import Table
 from fastmha.study.memory import Work
 from fastmha.study.trial import TOLERANCE, ArmsDisagreeError, agree, interleave, interval
-from fastmha.study.words import bytes_text, count_text, time_text
+from fastmha.study.words import bytes_text, count_text, failed, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +63,7 @@ def run(shape: Shape, num_threads: int | None, quick: bool, as_json: bool, comma
     needed, free = Work(*shape, "tiled", training=True).counted["total"], memory.free_bytes()
     if free is not None and needed > memory.LARGEST_SHARE * free:
         return failed(f"a training step of {shape} holds at least {bytes_text(needed)}, more than half of the free memory, "
-                      f"{bytes_text(free)}", 2)
+                      f"{bytes_text(free)}", sign=" --shape: ")
     try:
         if as_json:
             print(json.dumps(examine(shape, num_threads, quick, command), indent=1, ensure_ascii=False))
@@ -76,12 +75,7 @@ def run(shape: Shape, num_threads: int | None, quick: bool, as_json: bool, comma
         show(found, Console())
         return 0
     except (ArmsDisagreeError, KeyboardInterrupt) as error:
-        return failed(str(error) or "interrupted", 1 if isinstance(error, ArmsDisagreeError) else 130)
-
-
-def failed(sentence: str, status: int) -> int:
-    print(f"fastmha study --shape: {sentence}", file=sys.stderr)
-    return status
+        return failed(str(error) or "interrupted", 1 if isinstance(error, ArmsDisagreeError) else 130, " --shape: ")
 
 
 # ------------------------------------------------------------------------------------------------ what is found
@@ -94,14 +88,17 @@ def examine(shape: Shape, num_threads: int | None, quick: bool, command: str,
     limits = machine.limits(workers)
     counted = {name: {algorithm: count(Work(*shape, algorithm, training), limits) for algorithm in ALGORITHMS}
                for name, training in PASSES.items()}
-    seconds = QUICK_SECONDS if quick else FULL_SECONDS
+    module, seconds = MultiHeadAttention(shape.d_model, shape.H, rng=0), QUICK_SECONDS if quick else FULL_SECONDS
+    plans = {name: module.plan(shape.B, shape.L, backward=training) for name, training in PASSES.items()}
     found: dict[str, Any] = {
         **machine.describe(workers, command), "limits": limits,
         "shape": {"B": shape.B, "L": shape.L, "d_model": shape.d_model, "H": shape.H, "dtype": "float32"},
         "flops": {name: memory.flop_parts(*shape, training=training) for name, training in PASSES.items()},
         "crossover_length": analysis.crossover_length(shape.d_model),
         "kv_cache_bytes": analysis.kv_cache_bytes(shape.B, shape.L, shape.H, shape.d_model // shape.H),
-        "plan": plans(shape), "counted": counted, "peaks": {}, "times": {},
+        "plan": {name: {what: getattr(plan, what) for what in ("algorithm", "reasons", "layout", "layout_reason")}
+                 for name, plan in plans.items()},
+        "counted": counted, "peaks": {}, "times": {},
     }
     for work in [Work(*shape, algorithm, training) for training in PASSES.values() for algorithm in ALGORITHMS] + [
             Work(*shape, "blas", weights=True)]:
@@ -123,14 +120,6 @@ def count(work: Work, limits: Mapping[str, float]) -> dict[str, Any]:
     compute, traffic = work.flops / limits["float32"], total / limits["read"]
     return {"bytes": work.counted, "intensity": work.flops / total, "roofline_seconds": max(compute, traffic),
             "bound": "arithmetic" if compute >= traffic else "memory"}
-
-
-def plans(shape: Shape) -> dict[str, Any]:
-    """What "auto" takes, and why: the algorithm of each pass, and the layout."""
-    module = MultiHeadAttention(shape.d_model, shape.H, rng=0)
-    plans = {name: module.plan(shape.B, shape.L, backward=training) for name, training in PASSES.items()}
-    return {name: {what: getattr(plan, what) for what in ("algorithm", "reasons", "layout", "layout_reason")}
-            for name, plan in plans.items()}
 
 
 def timings(shape: Shape, training: bool, num_threads: int, seconds: float) -> dict[str, dict[str, float]]:
@@ -214,7 +203,8 @@ def bytes_table(found: Mapping[str, Any]) -> Table:
               for name in (*components, "total")),
             ("without scores", *(bytes_text(peak["held_bytes"]) for peak in peaks)),
             ("measured peak", *("not measured" if "missing" in peak else bytes_text(peak["peak_bytes"]) for peak in peaks)),
-            ("ratio", *map(ratio_text, peaks)),
+            ("ratio", *("" if "missing" in peak or peak["held_bytes"] < JUDGED else
+                        f"{peak['peak_bytes'] / peak['held_bytes']:.2f}" for peak in peaks)),
             ("FLOP/byte", *(f"{cell['intensity']:.{'0f' if cell['intensity'] >= 100 else '3g'}}" for cell in cells))]
     asked = found["peaks"]["blas, weights"]
     note = ("ratio: measured over the total without scores, which is what the library holds: blas keeps only blocks of "
@@ -228,10 +218,6 @@ def bytes_table(found: Mapping[str, Any]) -> Table:
         note += f" Below {bytes_text(memory.DOMINATES)} scratch and the allocator's slack are no small part of what is measured."
     return Table("Bytes, counted and measured", ("", *(f"{algorithm} {name.partition(' ')[0]}" for name, algorithm in columns)),
                  rows, note)
-
-
-def ratio_text(peak: Mapping[str, Any]) -> str:
-    return "" if "missing" in peak or peak["held_bytes"] < JUDGED else f"{peak['peak_bytes'] / peak['held_bytes']:.2f}"
 
 
 def times_table(found: Mapping[str, Any], name: str) -> Table:

@@ -193,12 +193,11 @@ def _others_table(others: Sequence[Record]) -> Table:
 
 
 def _pages_table(paged: Sequence[Record]) -> Table:
-    columns = {**{arm: f"{arm}{SMALL_PAGES}/{arm}" for arm in ("row", "row+64", "packed")}, "row/row+64, huge": PADDING,
-               "row/row+64, 4 KiB": f"row{SMALL_PAGES}/row+64{SMALL_PAGES}"}
-    return table("4 KiB pages against huge ones", paged,
-                 {"case": lambda r: f"{_series(r)} row {r['factors']['multiple']}",
-                  **{name: ratio_of(ratio) for name, ratio in columns.items()}},
-                 "Time in 4 KiB pages over time in huge pages; right: what padding gives back in either.")
+    return table("4 KiB pages against huge ones", paged, {
+        "case": lambda r: f"{_series(r)} row {r['factors']['multiple']}",
+        **{arm: ratio_of(f"{arm}{SMALL_PAGES}/{arm}") for arm in ("row", "row+64", "packed")},
+        "row/row+64, huge": ratio_of(PADDING), "row/row+64, 4 KiB": ratio_of(f"row{SMALL_PAGES}/row+64{SMALL_PAGES}")},
+        "Time in 4 KiB pages over time in huge pages; right: what padding gives back in either.")
 
 
 def _picture(name: str, caption: str, records: Iterable[Record], marks: Sequence[int], x_log2: bool) -> list[Picture]:

@@ -1,7 +1,8 @@
-"""Numbers in sentences and tables. A ratio is an interval: {"median", "low", "high"}."""
+"""Numbers in sentences and tables, and the sentence of a failure. A ratio is an interval: {"median", "low", "high"}."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -86,3 +87,9 @@ def times_text(ratios: Iterable[Ratio]) -> str:
     medians, (longer, shorter) = [r["median"] for r in each], sides(each)
     return (f"{mean_text(each)} ({min(medians):.2f} to {max(medians):.2f}; longer in {longer}, shorter in {shorter} of "
             f"{len(each)} cases)")
+
+
+def failed(sentence: str, status: int = 2, sign: str = ": ") -> int:
+    """Say why the study ends, and return its exit status."""
+    print(f"fastmha study{sign}{sentence}", file=sys.stderr)
+    return status
