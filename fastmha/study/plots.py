@@ -30,8 +30,8 @@ CHARACTER = {8: 0.068, 9: 0.076, 12: 0.112}     # inches of a wide one, by size 
 LABEL, GAP = 42, 0.1                    # characters of a row's label before it is wrapped; inches between header, panels, footer
 CELL = 0.62, 0.34                       # inches of a cell of a heat map: width, height
 LEAST_SPAN, MOST_SPAN = 1.1, 1.25       # its shades reach to this ratio at least: noise stays pale; and at most
-SHADES, DARK = ("#1f4e8c", "0.97", "#e8912d"), -0.75    # below 1, at it, above: without colours dark and light; below this
-                                                        # place between -1 and 1 white has a greater contrast than black
+SHADES = ("#1f4e8c", "0.97", "#e8912d")         # below 1, at it, above: without colours dark and light
+DARK = -0.75                            # shades, from -1 to 1, below this: there white has the greater contrast
 NOT_MEASURED = {"facecolor": "white", "hatch": "xxxx", "edgecolor": "0.6", "linewidth": 0}
 
 # fills differ in grey and in hatch, lines in dashes and in marker; whoever draws more than there are starts again

@@ -282,7 +282,8 @@ def test_report_and_pictures_are_replaced_whole(tmp_path, monkeypatch):
     runner.Store(tmp_path, ABOUT).finish([])
     found = {**runner.read(tmp_path / "results.json"), "limits": LIMITS}
     report.write(tmp_path, found, [], None)
-    plots.lines(tmp_path / "picture.png", found, title="t", x="x", y="y", panels=[{"title": "p", "series": []}])
+    panel = {"title": "p", "series": [{"name": "s", "x": [1], "y": [1]}]}
+    plots.lines(tmp_path / "picture.png", found, title="t", x="x", y="y", panels=[panel])
     assert replaced == ["unfinished.jsonl", "results.json", "report.html", "report.md", "picture.png"]
 
 
