@@ -10,6 +10,7 @@ Long and short calls are not in one trial: a short one would pay for what a long
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -76,7 +77,7 @@ def prepare(case: Case, work: str, num_threads: int) -> Arms:
     del k, v
     out = {name: np.zeros((B, case.H, 1, D), np.float32) for name in LAYOUTS}
 
-    def decode(name: str, step: int) -> Callable[[], None]:
+    def decode(name: str, step: bool) -> Callable[[], None]:
         target, turn, token_k, token_v = out[name], count(), new_k[:, :, :1], new_v[:, :, :1]
         each = [(k, v, problem(q, k[:, :, :Lk], v[:, :, :Lk])) for k, v in pairs[name]]
 
@@ -106,8 +107,9 @@ def prepare(case: Case, work: str, num_threads: int) -> Arms:
                     cache.truncate(Lk)
                 cache.append(new_k[:, :, first:first + 1], new_v[:, :, first:first + 1])
 
-    make = {"decode": (decode, 0), "step": (decode, 1), "append": (append, 1), "chunk": (append, CHUNK)}
-    arms = {f"{name} {kind}": make[kind][0](name, make[kind][1]) for kind in KINDS[work] for name in LAYOUTS}
+    make = {"decode": partial(decode, step=False), "step": partial(decode, step=True), "append": partial(append, each=1),
+            "chunk": partial(append, each=CHUNK)}
+    arms = {f"{name} {kind}": make[kind](name) for kind in KINDS[work] for name in LAYOUTS}
     if work == "append":
         arms["KVCache.append"] = library_append
     for kind in KINDS[work]:      # what an arm wrote, from zeros, in the last layer; what it read is the same in all
