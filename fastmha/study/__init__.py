@@ -11,7 +11,7 @@
     runner.py       runs trials, keeps records through interruptions, results as JSON
     folder.py       the folder of a study: one process at a time, whole files, damaged ones set aside
     answer.py       a question, and its answer as data: sentences, tables, pictures
-    words.py        numbers in sentences and tables
+    words.py        numbers in sentences and tables, and the sentence with which a command fails
     report.py       answers for the terminal, as Markdown and as one HTML file
     plots.py        the pictures
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fastmha import threads
 from fastmha.study import folder, machine, pace, questions, runner, shape
 from fastmha.study.trial import ArmsDisagreeError, Trial
+from fastmha.study.words import failed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +26,6 @@ DESCRIPTION = "Measure what the memory layout of heads does to attention on this
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the study."""
     parser.add_argument("--quick", action="store_true", help="a look at each question, in under two minutes")
     parser.add_argument("--only", action="append", default=[], choices=questions.NAMES, metavar="QUESTION",
                         help=f"one question of {', '.join(questions.NAMES)}; may be given several times")
@@ -54,25 +54,26 @@ def run(options: argparse.Namespace, command: str) -> int:
     extra is not installed or the folder cannot serve, 130 if it was interrupted."""
     begin = time.perf_counter()
     if options.shape is not None and options.only:
-        return failed("takes either --shape or --only")
+        return failed("takes either --shape or --only", sign=" ")
+    needed = EXTRA if options.shape is None else () if options.json else EXTRA[:1]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        return failed(f'needs {" and ".join(missing)}: pip install "fastmha[study]"', sign=" ")
     if options.shape is not None:
         return shape.run(options.shape, options.threads, options.quick, options.json, command)
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        return failed(f'needs {" and ".join(missing)}: pip install "fastmha[study]"')
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return failed(f"cannot make the folder {options.out}: {error.strerror}")
+        return failed(f"cannot make the folder {options.out}: {error.strerror}", sign=" ")
     try:
         with folder.held(options.out, command):
             return study(options, folder.printable(command), begin)
     except folder.HeldError as error:
-        return failed(str(error), sign=": ")
+        return failed(str(error))
     except OSError as error:
         if error.filename is None and error.errno not in FULL:       # not about a file: a trial's own
             raise
-        return failed(f"cannot write into {options.out}: {error.strerror}")
+        return failed(f"cannot write into {options.out}: {error.strerror}", sign=" ")
 
 
 def study(options: argparse.Namespace, command: str, begin: float) -> int:
@@ -87,7 +88,7 @@ def study(options: argparse.Namespace, command: str, begin: float) -> int:
     try:
         store = runner.Store(options.out, {**machine.describe(num_threads, command), "quick": options.quick})
         if store.damage:
-            failed(store.damage, sign=": ")
+            failed(store.damage)
         left = [t for t in trials if (t.question, t.label) not in store.records]
         if len(left) < len(trials):
             talk.print(f"{len(trials) - len(left)} of {len(trials)} measurements were made before the interruption",
@@ -107,11 +108,11 @@ def study(options: argparse.Namespace, command: str, begin: float) -> int:
             print(json.dumps(found, indent=1))
         files = report.write(options.out, found, asked, None if options.json else talk)
     except (ArmsDisagreeError, runner.OtherStudyError) as error:
-        return failed(str(error), 1 if isinstance(error, ArmsDisagreeError) else 2, ": ")
+        return failed(str(error), 1 if isinstance(error, ArmsDisagreeError) else 2)
     except KeyboardInterrupt:
         if store is not None and not store.path.exists():
-            return failed(f"interrupted; {store.results} holds the measurements, the report is not written", 130, ": ")
-        return failed(f"interrupted; the same command goes on from what {options.out} holds", 130, ": ")
+            return failed(f"interrupted; {store.results} holds the measurements, the report is not written", 130)
+        return failed(f"interrupted; the same command goes on from what {options.out} holds", 130)
     for what, path in files.items():
         talk.print(f"{what}: {folder.printable(path)}", highlight=False, soft_wrap=True, markup=False)
     return 0
@@ -121,14 +122,9 @@ def announcement(trials: Sequence[Trial], budget: pace.Budget) -> str:
     """How many measurements, how much work, how long; and how many there is no time for."""
     seconds = budget.announced
     about = f"{seconds / 60:.1f} minutes" if seconds >= 60 else f"{seconds:.0f} seconds"
-    flops, dropped = runner.planned(budget.kept)[0], len(trials) - len(budget.kept)
+    flops, dropped = sum(t.flops for t in budget.kept), len(trials) - len(budget.kept)
     return (f"{len(budget.kept)} measurements, at least {flops / 1e12:.1f} TFLOP, about {about} in all"
             + (f"; {dropped} more, the longest, only if there is time" if dropped else ""))
-
-
-def failed(sentence: str, status: int = 2, sign: str = " ") -> int:
-    print(f"fastmha study{sign}{sentence}", file=sys.stderr)
-    return status
 
 
 def measure(trials: Sequence[Trial], store: runner.Store, console: Console, budget: pace.Budget | None = None) -> None:

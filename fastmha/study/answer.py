@@ -53,10 +53,8 @@ class Question(NamedTuple):
     trials : callable
         (quick, num_threads) -> what is measured for it; it may be nothing.
     answer : callable
-        (records, found) -> sentences and tables from its records, of which there is one at least, and all results; None where
-        they do not suffice.
-    pictures : callable
-        (records, found) -> pictures, where there is an answer.
+        (records, found) -> the answer from its records, of which there is one at least, and all results; None where they do not
+        suffice.
     needs : names
         Of questions whose records are among its own.
     """
@@ -66,23 +64,20 @@ class Question(NamedTuple):
     question: str
     trials: Callable[[bool, int], Sequence[Trial]]
     answer: Callable[[Sequence[Record], Found], Answer | None]
-    pictures: Callable[[Sequence[Record], Found], Sequence[Picture]]
     needs: Sequence[str] = ()
 
     def answered(self, found: Found) -> Answer | None:
-        """The answer from all results; None without its records."""
+        """The answer from all results, without tables that are empty; None without its records."""
         records = [r for r in found["records"] if r["question"] in (self.name, *self.needs)]
         said = self.answer(records, found) if records else None
-        return said and replace(said, pictures=self.pictures(records, found))
+        return said and replace(said, tables=[t for t in said.tables if t.rows])
 
 
 def of(records: Iterable[Record], **factors: Any) -> list[Record]:
-    """The records with these factors."""
     return [r for r in records if all(r["factors"].get(name) == value for name, value in factors.items())]
 
 
 def ratios(records: Iterable[Record], ratio: str) -> list[Mapping[str, float]]:
-    """One ratio of each record."""
     return [r["ratios"][ratio] for r in records]
 
 
@@ -98,8 +93,6 @@ def table(title: str, records: Iterable[Record], cells: Mapping[str, Callable[[R
     """A row for each record; `cells`: what stands below each heading."""
     return Table(title, list(cells), [[cell(r) for cell in cells.values()] for r in records], note)
 
-
-# ---------------------------------------------------------------------------------------------- pictures
 
 def spread(name: str, x: Sequence[Any], intervals: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """A line for `plots.lines`: the medians of intervals over x, and their ends."""

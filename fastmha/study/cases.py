@@ -106,9 +106,9 @@ class Case:
 
 
 def case(B: int, H: int, L: int, D: int, *, Hkv: int | None = None, Lk: int | None = None, causal: bool = False,
-         dtype: str = "float32", row: int = 0) -> Case:
+         dtype: str = "float32", algorithm: str = "tiled", row: int = 0) -> Case:
     """A case with Hkv = H and Lk = Lq = L unless they are named."""
-    return Case(B, H, H if Hkv is None else Hkv, L, L if Lk is None else Lk, D, causal, dtype, row=row)
+    return Case(B, H, H if Hkv is None else Hkv, L, L if Lk is None else Lk, D, causal, dtype, algorithm, row)
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,6 @@ def _both(shapes: Iterable[Case], **more: Any) -> list[Run]:
             for shape in shapes for name in ("blas", "tiled") for direction in DIRECTIONS]
 
 
-def _decode(H: int, Lk: int, D: int, **more: Any) -> Case:
-    return replace(case(1, H, 1, D, Lk=Lk, **more), algorithm="decode")
-
-
 def quick() -> list[Run]:
     """A look at each factor."""
     first, second = CENTRES
@@ -150,7 +146,7 @@ def quick() -> list[Run]:
                 case(1, 8, 2048, 32, row=_ROW), replace(second, Lq=512, Lk=512, Hkv=4)]),
         *_both([first], threads=1),
         *_both([replace(first, causal=True), replace(first, dtype="float64")]),
-        Run(_decode(16, 2048, 64), "forward"),
+        Run(case(1, 16, 1, 64, Lk=2048, algorithm="decode"), "forward"),
     ]
 
 
@@ -166,8 +162,8 @@ def full() -> list[Run]:
         *_both([*around, second, case(1, 32, 256, 128), case(1, 12, 128, 64, Lk=1024)]),
         *_both([case(1, 12, L, 64) for L in (128, 512, 2048)] + [length_by_width(L, 64) for L in (128, 512, 2048)], threads=1),
         *_both([first], cold=True),
-        *(Run(_decode(H, Lk, D, Hkv=Hkv), "forward") for H, Hkv, D in ((16, 16, 64), (16, 4, 64), (8, 8, 128))
-          for Lk in (512, 2048, 8192)),
+        *(Run(case(1, H, 1, D, Hkv=Hkv, Lk=Lk, algorithm="decode"), "forward")
+          for H, Hkv, D in ((16, 16, 64), (16, 4, 64), (8, 8, 128)) for Lk in (512, 2048, 8192)),
     ]
     return [run for run in dict.fromkeys([*quick(), *runs])
             if run.case.algorithm != "blas" or run.case.Lk < 4096]      # a minute for what shows at half the length

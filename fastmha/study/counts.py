@@ -25,7 +25,7 @@ from typing import Any, TextIO
 import fastmha
 from fastmha import _core
 from fastmha.study import cases, heads
-from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, by, table
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, bar, by, table
 from fastmha.study.cases import Case
 from fastmha.study.heads import LINE
 from fastmha.study.trial import Trial
@@ -85,7 +85,6 @@ def environment() -> dict[str, str]:
 
 
 def isa() -> str:
-    """The instruction set of the kernels under valgrind."""
     selected = _core.selected_isa()[0]
     return "avx2" if selected == "avx512" else selected
 
@@ -155,7 +154,6 @@ class Callgrind:
         return int(reply)
 
     def _tell(self, *commands: str) -> None:
-        """Tell the simulation."""
         arguments = [part for command in commands for part in ("-c", *command.split())]
         done = subprocess.run(["vgdb", f"--pid={self.child.pid}", f"--vgdb-prefix={self.path / 'vgdb'}", "--max-invoke-ms=1",
                                *arguments], capture_output=True, text=True, timeout=PATIENCE)
@@ -166,13 +164,9 @@ class Callgrind:
         """End the child; the next count starts another."""
         if self.folder is None:
             return
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
         if self.missing:
             self.child.kill()
-        self.child.stdin.close()
-        self.child.wait()
-        self.child.stdout.close()
+        self.child.communicate()
         self.log.close()
         self.folder.cleanup()
         self.folder = None
@@ -221,8 +215,6 @@ def counted(text: str) -> dict[str, int]:
             "interpreter_instructions": every["Ir"] - sums["Ir"]}
 
 
-# -------------------------------------------------------------------------------------------------- trials
-
 def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[str], last: bool) -> Trial:
     madds = case.flops(direction) // 2
 
@@ -247,14 +239,14 @@ def trial(case: Case, direction: str, callgrind: Callgrind, *, twice: Sequence[s
     if shutil.which("valgrind") and shutil.which("vgdb"):
         seconds = 1.5 + runs * madds / _MADDS_PER_SECOND
         starts = STARTS_A_SECOND * seconds
-    factors = {**asdict(case), "direction": direction}
-    return Trial(NAME, f"{case.name} {direction}", factors, measure, seconds, len(ARMS) * madds * 2, {"process": starts})
+    return Trial(NAME, f"{case.name} {direction}", {**asdict(case), "direction": direction}, measure, seconds,
+                 len(ARMS) * madds * 2, {"process": starts})
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
     """Heads in rows of three pages, and of 9 KiB; keys of one head of 128 KiB and more, beyond the first-level cache."""
     callgrind = Callgrind()
-    runs = [(replace(cases.case(1, 1, 128, 64, Lk=Lk, row=row), algorithm=name), direction)
+    runs = [(cases.case(1, 1, 128, 64, Lk=Lk, row=row, algorithm=name), direction)
             for direction, Lk in (("forward", 512), ("backward", 512), ("forward", 2048))
             for row in (12288, 9216) for name in ("tiled", "blas")]
     if quick:
@@ -263,11 +255,8 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
             for number, (case, direction) in enumerate(runs)]
 
 
-# -------------------------------------------------------------------------------------------------- answer
-
 def answer(records: Sequence[Record], found: Found) -> Answer:
-    """What the counts say; that there are none where valgrind is missing."""
-    counted_here = _counted(records)
+    counted_here = [r for r in records if "counts" in r]
     method = ("One call of each arm of `heads` with one thread, on operands as a fused projection writes them, in a process "
               "under valgrind's callgrind, its simulation switched on, caches empty, for that call alone; counted is what the "
               "kernels, BLAS and the C library do, not the interpreter. "
@@ -282,23 +271,14 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
     if not counted_here:
         reason = next((r["missing"] for r in records if "missing" in r), "nothing was measured")
         return Answer(f"Not counted on this machine: {reason}.", method, limits)
-    sentences = (f(counted_here) for f in (_misses_sentence, _rows_sentence, _lines_sentence, _instructions_sentence))
-    return Answer(" ".join(filter(None, sentences)), f"{method} {_repeat_sentence(counted_here)}", limits,
-                  [_table(counted_here, "D1", "first-level"), _table(counted_here, "LL", "second-level")])
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    counted_here = _counted(records)
-    panels = [{"title": f"{cache}: {_size(cache)}",
-               "rows": [{"label": r["label"], "values": [{"name": arm, "value": v, "low": v, "high": v}
-                                                         for arm in ARMS for v in (_each(r, arm, cache),)]}
-                        for r in counted_here]} for cache in CACHES]
-    return [Picture("counts", "Misses of the simulated caches, one call from empty caches.", "bars", {
-        "title": "Cache misses by arm", "panels": panels, "x": "misses per 1000 multiply-adds"})] if counted_here else []
-
-
-def _counted(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if "counts" in r]
+    panels = [{"title": f"{cache}: {_size(cache)}", "rows": [
+        {"label": r["label"], "values": [
+            bar(arm, dict.fromkeys(("median", "low", "high"), _each(r, arm, cache))) for arm in ARMS]} for r in counted_here]}
+        for cache in CACHES]
+    return Answer(_short(counted_here), f"{method} {_repeat_sentence(counted_here)}", limits,
+                  [_table(counted_here, "D1", "first-level"), _table(counted_here, "LL", "second-level")],
+                  [Picture("counts", "Misses of the simulated caches, one call from empty caches.", "bars", {
+                      "title": "Cache misses by arm", "panels": panels, "x": "misses per 1000 multiply-adds"})])
 
 
 def _size(cache: str) -> str:
@@ -316,40 +296,26 @@ def _span(records: Sequence[Record], what: str, arm: str = "strided", other: str
     return span_text(r["counts"][arm][what] / max(1, r["counts"][other][what]) for r in records)
 
 
-def _by_algorithm(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    return list(by(records, lambda r: r["factors"]["algorithm"]).items())
-
-
-def _misses_sentence(records: Sequence[Record]) -> str:
-    parts = [f"on strided heads “{name}” misses D1 {_span(group, 'D1_misses')} times as often as on packed ones, LL "
-             f"{_span(group, 'LL_misses')} times" for name, group in _by_algorithm(records)]
-    return f"In the simulated caches, {'; '.join(parts)}."
-
-
-def _lines_sentence(records: Sequence[Record]) -> str:
-    parts = [f"“{name}” misses D1 on strided heads {_span(group, 'D1_misses', 'strided on lines', 'strided')} times as often, "
-             f"{_span(group, 'D1_misses', 'strided on lines', 'packed on lines')} times as often as on packed ones moved likewise"
-             for name, group in _by_algorithm(records)]
-    offsets = " or ".join(map(str, sorted({r["line_offset"] for r in records})))
-    return f"Where rows start on a cache line ({offsets} bytes after one where NumPy placed them), {'; '.join(parts)}."
-
-
-def _instructions_sentence(records: Sequence[Record]) -> str:
-    most = max(abs(r["counts"]["strided"]["instructions"] / max(1, r["counts"]["packed"]["instructions"]) - 1) for r in records)
-    return (f"The instructions differ by at most {100 * most:.2g} %: the same work, other lines." if most < 0.01
-            else f"The instructions are {_span(records, 'instructions')} times as many.")
-
-
-def _rows_sentence(records: Sequence[Record]) -> str:
-    """Rows whose distance is a multiple of 4096 against others, by each algorithm that has both."""
-    parts = []
-    for name, group in _by_algorithm(records):
+def _short(records: Sequence[Record]) -> str:
+    misses, rows, moved = [], [], []
+    for name, group in by(records, lambda r: r["factors"]["algorithm"]).items():
+        misses.append(f"on strided heads “{name}” misses D1 {_span(group, 'D1_misses')} times as often as on packed ones, LL "
+                      f"{_span(group, 'LL_misses')} times")
+        moved.append(f"“{name}” misses D1 on strided heads {_span(group, 'D1_misses', 'strided on lines', 'strided')} times as "
+                     f"often, {_span(group, 'D1_misses', 'strided on lines', 'packed on lines')} times as often as on packed "
+                     "ones moved likewise")
         paged, other = ([r for r in group if (r["row_bytes"] % 4096 == 0) == whole] for whole in (True, False))
         if paged and other:
-            parts.append(f"{_span(paged, 'LL_misses')} times as often with such rows and {_span(other, 'LL_misses')} times with "
-                         f"others by “{name}”")
-    return ("Rows a whole number of 4 KiB pages apart share few sets of a cache: on strided heads, compared with packed ones, "
-            f"LL is missed {'; '.join(parts)}.") if parts else ""
+            rows.append(f"{_span(paged, 'LL_misses')} times as often with such rows and {_span(other, 'LL_misses')} times with "
+                        f"others by “{name}”")
+    shared = ("Rows a whole number of 4 KiB pages apart share few sets of a cache: on strided heads, compared with packed ones, "
+              f"LL is missed {'; '.join(rows)}. ") if rows else ""
+    offsets = " or ".join(map(str, sorted({r["line_offset"] for r in records})))
+    most = max(abs(r["counts"]["strided"]["instructions"] / max(1, r["counts"]["packed"]["instructions"]) - 1) for r in records)
+    differ = (f"differ by at most {100 * most:.2g} %: the same work, other lines" if most < 0.01
+              else f"are {_span(records, 'instructions')} times as many")
+    return (f"In the simulated caches, {'; '.join(misses)}. {shared}Where rows start on a cache line ({offsets} bytes after one "
+            f"where NumPy placed them), {'; '.join(moved)}. The instructions {differ}.")
 
 
 def _repeat_sentence(records: Sequence[Record]) -> str:
@@ -376,5 +342,4 @@ def _table(records: Sequence[Record], cache: str, level: str) -> Table:
 
 QUESTION = Question(
     NAME, "Cache misses, counted",
-    "Do strided heads miss the caches more often than packed ones, and by how much, where no clock is asked?", trials, answer,
-    pictures)
+    "Do strided heads miss the caches more often than packed ones, and by how much, where no clock is asked?", trials, answer)

@@ -21,17 +21,13 @@ from scipy.optimize import nnls
 from fastmha import _core
 from fastmha.algorithms import blas_rows
 from fastmha.study import heads
-from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, lines, of, ratios, spread
+from fastmha.study.answer import Answer, Found, Question, Record, Table, lines, of, ratios, spread
 from fastmha.study.cases import DIRECTIONS, Case
 from fastmha.study.trial import differs
 
 NAME = "crossover"
 PAGE = 4096
 GROUPS = tuple((name, direction) for name in ("tiled", "blas") for direction in DIRECTIONS)
-
-
-def case_of(record: Record) -> Case:
-    return Case(**{name: record["factors"][name] for name in Case.__dataclass_fields__})
 
 
 def visits(case: Case) -> float:
@@ -46,7 +42,8 @@ def visits(case: Case) -> float:
 def terms(record: Record) -> np.ndarray:
     """What the latencies of `GROUPS` and the inverse bandwidth are multiplied with, over the time of the strided arm: the model
     of 1 - contiguous / strided is linear in them."""
-    f, case = record["factors"], case_of(record)
+    f = record["factors"]
+    case = Case(**{name: f[name] for name in Case.__dataclass_fields__})
     row = np.zeros(len(GROUPS) + 1)
     row[GROUPS.index((f["algorithm"], f["direction"]))] = visits(case)
     row[-1] = -record["packed_bytes"]
@@ -100,72 +97,58 @@ def measured_crossing(records: Sequence[Record], name: str, direction: str, D: i
     return (max(below), min(above)) if below and above else None
 
 
-def _grid(records: Sequence[Record], found: Found) -> list[Record]:
-    """Those of the map of `heads`."""
-    return of([r for r in usable(records) if heads.in_map(r)], threads=found["threads"], dtype="float32", causal=False)
-
-
 def answer(records: Sequence[Record], found: Found) -> Answer | None:
     """None where the records are few for so many terms."""
-    mixed = usable(records)
+    mixed = usable(records)     # every other one is fitted
     if len(mixed) < 2 * (len(GROUPS) + 1):
         return None
-    fitted, tested = mixed[::2], mixed[1::2]
-    solution = fit(fitted)
-    error = {"fitted": errors(fitted, solution), "tested": errors(tested, solution)}
+    solution = fit(mixed[::2])
+    error = {"fitted": errors(mixed[::2], solution), "tested": errors(mixed[1::2], solution)}
     e = error["tested"]
-    grid = _grid(records, found)
+    grid = sorted(of(filter(heads.in_map, mixed), threads=found["threads"], dtype="float32", causal=False),
+                  key=lambda r: r["factors"]["Lq"])
     widths = sorted({r["factors"]["D"] for r in grid})
-    rows, agreeing, known = [], 0, 0
+    rows, panels, agreeing, known = [], [], 0, 0
     for name, direction in GROUPS:
+        series: list[dict[str, Any]] = []
         for D in widths:
+            line = of(grid, algorithm=name, direction=direction, D=D)
+            x = [r["factors"]["Lq"] for r in line]
+            if len(line) > 1:
+                series += [spread(f"D {D}", x, ratios(line, "strided/contiguous")),
+                           {"name": f"D {D}, model", "x": x, "y": [float(1 / (1 - terms(r) @ solution)) for r in line]}]
             between, at = measured_crossing(grid, name, direction, D), crossing(solution, name, direction, D)
             if between:
                 known += 1
                 agreeing += between[0] / 2 <= at <= between[1] * 2
             rows.append([f"{name} {direction} D {D}", f"{between[0]} – {between[1]}" if between else "none measured",
                          f"{at:.0f}" if np.isfinite(at) else "never"])
-    latency = {f"{name} {direction}": 1e9 * solution[i] for i, (name, direction) in enumerate(GROUPS)}
+        panels.append({"title": f"{name}, {direction}", "series": series, "reference": 1.0})
+    gains = ", ".join(f"{1e9 * seconds:.1f} ns a visit ({' '.join(group)})" for group, seconds in zip(GROUPS, solution))
     bandwidth = 1 / solution[-1] / 1e9 if solution[-1] else np.inf
-    gains = ", ".join(f"{value:.1f} ns a visit ({name})" for name, value in latency.items())
-    short = (f"Packing gains {gains} and costs a copy at {bandwidth:.1f} GB/s a thread. Fitted on {len(fitted)} cases, the model "
-             f"errs on the {e['cases']} others by {e['median']:.3f} of the strided time (median; 90 %: {e['high']:.3f}) and "
-             f"names {e['named']} of {e['clear']} clear winners. ")
+    short = (f"Packing gains {gains} and costs a copy at {bandwidth:.1f} GB/s a thread. Fitted on {error['fitted']['cases']} "
+             f"cases, the model errs on the {e['cases']} others by {e['median']:.3f} of the strided time (median; 90 %: "
+             f"{e['high']:.3f}) and names {e['named']} of {e['clear']} clear winners. ")
     if known:
         short += f"It puts the crossover within a factor of two of the measured one in {agreeing} of {known} lines."
     halves = [[half, str(x["cases"]), f"{x['median']:.3f}", f"{x['high']:.3f}", f"{x['named']} of {x['clear']}"]
               for half, x in error.items()]
     tables = [Table("The model's error", ("cases", "number", "median error", "90 %", "clear winners named"), halves,
                     "error: |predicted - measured| of 1 - contiguous / strided, a share of the strided time; clear: the interval "
-                    "leaves out 1")]
-    if grid:
-        tables.append(Table("Crossover", ("heads of d_model 1024", "measured between L", "model"), rows,
-                            "lengths; float32; measured: the neighbours on the map between which the ratio passes 1"))
+                    "leaves out 1"),
+              Table("Crossover", ("heads of d_model 1024", "measured between L", "model"), rows,
+                    "lengths; float32; measured: the neighbours on the map between which the ratio passes 1")]
     method = " ".join(__doc__.split("\n\n", 1)[1].replace("::", ":").split()) + (
         " The cases of `heads` with as many queries as keys, warm, are shuffled; every other one is fitted by least squares.")
     limits = ("The bandwidth is that of a blocked copy from and to whatever cache holds the operands: larger for short calls. "
               "Cache sets are not in the model: see the strides.")
-    return Answer(short, method, limits, tables)
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    solution, panels = fit(usable(records)[::2]), []
-    grid = sorted(_grid(records, found), key=lambda r: r["factors"]["Lq"])
-    for name, direction in GROUPS:
-        series: list[dict[str, Any]] = []
-        for D in sorted({r["factors"]["D"] for r in grid}):
-            line = of(grid, algorithm=name, direction=direction, D=D)
-            x = [r["factors"]["Lq"] for r in line]
-            if len(line) > 1:
-                series += [spread(f"D {D}", x, ratios(line, "strided/contiguous")),
-                           {"name": f"D {D}, model", "x": x, "y": [float(1 / (1 - terms(r) @ solution)) for r in line]}]
-        panels.append({"title": f"{name}, {direction}", "series": series, "reference": 1.0})
-    return lines("crossover", "Where a line passes 1, packing begins to pay.", panels,
-                 title="Time strided over time contiguous, packing included, and the model of it", x="L, queries and keys",
-                 y="time strided / time contiguous (no unit)", x_log2=True)
+    return Answer(short, method, limits, tables, lines(
+        "crossover", "Where a line passes 1, packing begins to pay.", panels,
+        title="Time strided over time contiguous, packing included, and the model of it", x="L, queries and keys",
+        y="time strided / time contiguous (no unit)", x_log2=True))
 
 
 QUESTION = Question(
     NAME, "The crossover, and a model of it", "From which length on does packing heads pay, and does that length follow a model?",
     lambda quick, num_threads: [],      # the model is one of the times of `heads`
-    answer, pictures, needs=(heads.NAME,))
+    answer, needs=(heads.NAME,))

@@ -103,7 +103,6 @@ def _is(path: Path, file: int) -> bool:
 
 
 def _holder(file: int) -> str:
-    """Which process a lock file names."""
     try:
         about = json.loads(os.read(file, 1 << 16))
         return " ".join(f"process {about['pid']:d} on {about['host']} ({about['command']}, since {about['since']})".split())
@@ -134,7 +133,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file whole."""
     with replacing(path) as partial:
         partial.write_text(printable(text), encoding="utf-8")
 

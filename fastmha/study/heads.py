@@ -119,49 +119,38 @@ def trial(run: Run, num_threads: int, seconds: float) -> Trial:
         lambda: checked_arms(Operands(case, count, next(places)), direction, count),
         [("strided", "contiguous"), ("strided", "packed"), ("pack", "contiguous")], cold=run.cold, places=PLACES,
         flops=flops, bytes=case.operand_bytes(direction), packed_bytes=case.packed_bytes(direction), row_bytes=case.row_bytes)
-    label = f"{case.name} {direction} {count}T{' cold' * run.cold}"
-    work = case.least(direction, 3 * LEAST_CALLS, count)
-    return Trial(NAME, label, {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure,
-                 seconds, 3 * flops, {**work, "fresh": 4 * case.operand_bytes(direction)})
+    return Trial(NAME, f"{case.name} {direction} {count}T{' cold' * run.cold}",
+                 {**asdict(case), "direction": direction, "threads": count, "cold": run.cold}, measure, seconds, 3 * flops,
+                 {**case.least(direction, 3 * LEAST_CALLS, count), "fresh": 4 * case.operand_bytes(direction)})
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
-    """The trials of the quick or the full study with so many threads."""
     runs, seconds = (cases.quick(), QUICK_SECONDS) if quick else (cases.full(), FULL_SECONDS)
     return [trial(run, num_threads, seconds) for run in runs]
 
 
 def answer(records: Sequence[Record], found: Found) -> Answer:
-    long, grid = _long(records), _grid(records, found)
+    long = [r for r in records if r["factors"]["algorithm"] != "decode"]
+    grid = [r for r in of(long, threads=found["threads"], cold=False, causal=False, dtype="float32") if in_map(r)]
     tables = [_map_table(grid, name) for name in ("tiled", "blas") if len(_axes(of(grid, algorithm=name))[0]) > 2]
-    mapped = {r["label"] for r in grid} if tables else set()
+    mapped, maps = set(), []
+    if tables:
+        mapped = {r["label"] for r in grid}
+        maps = [_map_picture(grid, "contiguous", "packing included"), _map_picture(grid, "packed", "packing not included")]
     title = "One factor at a time, and decode" if tables else "Cases"
     tables.append(table(title, [r for r in records if r["label"] not in mapped], {
-        "case": lambda r: r["label"], "strided": rate_of("strided", digits=1),
-        "contiguous": rate_of("contiguous", digits=1),
-        "strided / contiguous": ratio_of("strided/contiguous"),
-        "strided / packed": ratio_of("strided/packed"),
+        "case": lambda r: r["label"], "strided": rate_of("strided", digits=1), "contiguous": rate_of("contiguous", digits=1),
+        "strided / contiguous": ratio_of("strided/contiguous"), "strided / packed": ratio_of("strided/packed"),
         "pack": lambda r: f"{r['ratios']['pack/contiguous']['median']:.0%}"},
         "GFLOP/s at the median time; ratios of times within a round with half their intervals, = where there is no difference: "
         "above 1 contiguous is faster; pack: share of the contiguous arm's time that packing takes. T: threads."))
-    return Answer(_short(long, of(records, algorithm="decode")), " ".join(_METHOD.split()), " ".join(_LIMITS.split()), tables)
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    grid, bars = _grid(records, found), _bars(_long(records), found)
-    maps = []
-    if any(len(_axes(of(grid, algorithm=name))[0]) > 2 for name in ("tiled", "blas")):
-        maps = [_map_picture(grid, "contiguous", "packing included"), _map_picture(grid, "packed", "packing not included")]
-    return [*maps, *([bars] if bars.data["bars"] else []), _roofline(records)]
-
-
-def _long(records: Sequence[Record]) -> list[Record]:
-    return [r for r in records if r["factors"]["algorithm"] != "decode"]
-
-
-def _grid(records: Sequence[Record], found: Found) -> list[Record]:
-    """Those of the map over lengths and widths."""
-    return [r for r in of(_long(records), threads=found["threads"], cold=False, causal=False, dtype="float32") if in_map(r)]
+    points = [{"group": f"{r['factors']['algorithm']}, {r['factors']['direction']}", "dtype": r["factors"]["dtype"],
+               "intensity": r["flops"] / r["bytes"], "rate": r["flops"] / r["arms"]["strided"]["median"]}
+              for r in of(records, threads=max(r["factors"]["threads"] for r in records))]
+    roofline = Picture("roofline", "All cases with all threads, strided heads, beside what the machine can do at best.",
+                       "roofline", {"title": "Operations a second over operations a byte", "points": points})
+    return Answer(_short(long, of(records, algorithm="decode")), " ".join(_METHOD.split()), " ".join(_LIMITS.split()), tables,
+                  [*maps, *_bars(long, found), roofline])
 
 
 _METHOD = """
@@ -208,13 +197,12 @@ def _axes(grid: Sequence[Record]) -> tuple[list[int], list[int]]:
 
 def _map_table(grid: Sequence[Record], algorithm: str) -> Table:
     lengths, widths = _axes(of(grid, algorithm=algorithm))
-    def cell(L: int, D: int, direction: str) -> str:
-        return "".join(f"{median_text(r['ratios']['strided/contiguous'])} | {median_text(r['ratios']['strided/packed'])}"
-                       for r in of(grid, algorithm=algorithm, direction=direction, Lq=L, D=D))
-
-    rows = [[str(L), *(cell(L, D, direction) for direction in DIRECTIONS for D in widths)] for L in lengths]
+    columns = [(direction, D) for direction in DIRECTIONS for D in widths]
+    rows = [[str(L), *("".join(
+        f"{median_text(r['ratios']['strided/contiguous'])} | {median_text(r['ratios']['strided/packed'])}"
+        for r in of(grid, algorithm=algorithm, direction=direction, Lq=L, D=D)) for direction, D in columns)] for L in lengths]
     return Table(f'Length by width, "{algorithm}", rows of d_model 1024', (
-        "L", *(f"{direction} D {D}" for direction in DIRECTIONS for D in widths)), rows,
+        "L", *(f"{direction} D {D}" for direction, D in columns)), rows,
         "time strided / contiguous, packing included | strided / packed, packing not included; above 1 contiguous heads are "
         "faster; = no difference beyond the interval")
 
@@ -235,7 +223,7 @@ def _map_picture(grid: Sequence[Record], arm: str, what: str) -> Picture:
         "x": "D, width of a head (items)", "y": "L, queries and keys", "shade": "time strided / time contiguous (no unit)"})
 
 
-def _bars(long: Sequence[Record], found: Found) -> Picture:
+def _bars(long: Sequence[Record], found: Found) -> list[Picture]:
     shown = of(long, algorithm="tiled", direction="forward", threads=found["threads"], dtype="float32", causal=False, cold=False,
                D=64)
     shown = sorted((r for r in shown if r["factors"]["Lq"] == r["factors"]["Lk"]), key=lambda r: (r["factors"]["Lq"], r["label"]))
@@ -248,20 +236,12 @@ def _bars(long: Sequence[Record], found: Found) -> Picture:
         bars += [{"label": "strided", "group": label, "parts": [{"name": "kernel", "value": 1.0}]},
                  {"label": "contiguous", "group": label, "parts": [{"name": "kernel", "value": kernel},
                                                                    {"name": "pack", "value": pack}]}]
-    return Picture("pack_and_kernel", "What packing costs, and what it gains in the kernel.", "stacked_bars", {
+    return [Picture("pack_and_kernel", "What packing costs, and what it gains in the kernel.", "stacked_bars", {
         "title": 'Packing and kernel, "tiled", forward, float32, D 64', "bars": bars, "reference": 1.0,
-        "x": "time / time of the strided arm (no unit)"})
-
-
-def _roofline(records: Sequence[Record]) -> Picture:
-    points = [{"group": f"{r['factors']['algorithm']}, {r['factors']['direction']}", "dtype": r["factors"]["dtype"],
-               "intensity": r["flops"] / r["bytes"], "rate": r["flops"] / r["arms"]["strided"]["median"]}
-              for r in records if r["factors"]["threads"] == max(q["factors"]["threads"] for q in records)]
-    return Picture("roofline", "All cases with all threads, strided heads, beside what the machine can do at best.", "roofline",
-                   {"title": "Operations a second over operations a byte", "points": points})
+        "x": "time / time of the strided arm (no unit)"})] if bars else []
 
 
 QUESTION = Question(
     NAME, "Strided or contiguous heads",
     "Heads as the fused projection writes them, (B, L, H, D), or packed first, (B, H, L, D): which is faster, for which shapes, "
-    "and by how much?", trials, answer, pictures)
+    "and by how much?", trials, answer)

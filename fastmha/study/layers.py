@@ -16,7 +16,7 @@ from fastmha.algorithms import product_by_blas
 from fastmha.multihead import MultiHeadAttention
 from fastmha.planning import choose_layout
 from fastmha.study import cases
-from fastmha.study.answer import Answer, Found, Picture, Question, Record, by, lines, of, ratios, spread, table
+from fastmha.study.answer import Answer, Found, Question, Record, by, lines, of, ratios, spread, table
 from fastmha.study.cases import Layer
 from fastmha.study.trial import LEAST_CALLS, TOLERANCE, Arms, Trial, agree, differs, timed
 from fastmha.study.words import geomean, ratio_of, time_of
@@ -83,10 +83,9 @@ def costs(record: Record) -> dict[str, float]:
     """Time of auto's layout over that of the better one, as the interval of the ratio allows to say: "median", and "sure",
     which is 1 where the two do not differ and else the end of the interval that is kinder to auto."""
     ratio = record["ratios"]["strided/contiguous"]
+    median, kind = ratio["median"], ratio["low"]
     if auto(record)[0] == "contiguous":
-        median, kind = 1 / ratio["median"], 1 / ratio["high"]
-    else:
-        median, kind = ratio["median"], ratio["low"]
+        median, kind = 1 / median, 1 / ratio["high"]
     return {"median": max(1.0, median), "sure": max(1.0, kind) if differs(ratio) else 1.0}
 
 
@@ -95,9 +94,9 @@ def auto_line(records: Sequence[Record]) -> str:
     cost = [costs(r) for r in records]
     kept = sum(c["sure"] <= WITHIN for c in cost)
     worst = max(range(len(records)), key=lambda i: cost[i]["median"])
-    ratios = [r["ratios"]["strided/contiguous"]["median"] for r in records]
-    over_strided = geomean(x if auto(r)[0] == "contiguous" else 1.0 for x, r in zip(ratios, records))
-    over_contiguous = geomean(1.0 if auto(r)[0] == "contiguous" else 1 / x for x, r in zip(ratios, records))
+    over = [(r["ratios"]["strided/contiguous"]["median"], auto(r)[0]) for r in records]
+    over_strided = geomean(x if layout == "contiguous" else 1.0 for x, layout in over)
+    over_contiguous = geomean(1.0 if layout == "contiguous" else 1 / x for x, layout in over)
     return (f'"auto" takes {geomean(c["median"] for c in cost):.3f} of the time of the better layout (geometric mean of '
             f'{len(records)} layers); beyond the intervals it is within {WITHIN - 1:.0%} of the better in {kept} of '
             f'{len(records)} ({kept / len(records):.0%}); worst: {records[worst]["label"]}, {cost[worst]["median"]:.2f}. It is '
@@ -109,26 +108,24 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
               "behind \"auto\" is `fastmha.planning.choose_layout`.")
     limits = ("Self-attention; products by the library's own kernels but for the rows named blas. With other instruction sets, "
               "and on machines with other caches, the rule is the same and may be off.")
-    return Answer(auto_line(records), method, limits, [table("Layers", records, {
+    layers = table("Layers", records, {
         "layer": lambda r: r["label"], "strided": time_of("strided"),
         "contiguous": time_of("contiguous"), "ratio": ratio_of("strided/contiguous"),
         "auto": lambda r: auto(r)[0], "its cost": lambda r: f"{costs(r)['median']:.2f}"},
         "median time per call; ratio: time strided over time contiguous within a round, with half its interval, = where there is "
-        "none; last, the time of auto's layout over that of the better.")])
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
+        "none; last, the time of auto's layout over that of the better.")
     own = of(records, algorithm="auto", threads=found["threads"], dtype="float32", causal=False, Hkv=0, B=1, d_model=1024)
     own.sort(key=lambda r: (PASSES.index(r["factors"]["pass"]), r["factors"]["D"], r["factors"]["L"]))
     series = [spread(name, [r["factors"]["L"] for r in line], ratios(line, "strided/contiguous"))
               for name, line in by(own, lambda r: f"D {r['factors']['D']}, {r['factors']['pass']}").items() if len(line) > 1]
-    return lines("layer_over_length", "Above 1 the layer is faster where each head is written contiguous.",
-                 [{"title": "", "series": series, "reference": 1.0}],
-                 title="The whole layer, heads written side by side or by head, d_model 1024", x="L, tokens per batch row",
-                 y="time strided / time contiguous (no unit)", x_log2=True)
+    return Answer(auto_line(records), method, limits, [layers], lines(
+        "layer_over_length", "Above 1 the layer is faster where each head is written contiguous.",
+        [{"title": "", "series": series, "reference": 1.0}],
+        title="The whole layer, heads written side by side or by head, d_model 1024", x="L, tokens per batch row",
+        y="time strided / time contiguous (no unit)", x_log2=True))
 
 
 QUESTION = Question(
     NAME, 'The layer as a whole, and what "auto" chooses',
     "A projection can write heads side by side or each contiguous: which makes the whole layer faster, and does "
-    'layout="auto" find it?', trials, answer, pictures)
+    'layout="auto" find it?', trials, answer)

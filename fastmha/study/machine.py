@@ -22,7 +22,6 @@ HUGE_PAGE = 2 << 20     # bytes
 
 
 def cpu_name() -> str:
-    """The CPU as the system calls it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -30,10 +29,6 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _data_caches(*wanted: str) -> dict[str, list[str]]:
@@ -48,7 +43,6 @@ def _data_caches(*wanted: str) -> dict[str, list[str]]:
 
 
 def caches() -> dict[str, int]:
-    """Bytes of the data caches, by name."""
     return {name: int(size[:-1]) << {"K": 10, "M": 20, "G": 30}[size[-1]] for name, (size,) in _data_caches("size").items()
             if size[:-1].isdigit() and size[-1] in "KMG"}
 
@@ -67,10 +61,11 @@ def last_level_bytes() -> int:
 def describe(num_threads: int, command: str) -> dict[str, Any]:
     """What a reader needs to judge a measurement, for JSON."""
     isa, vector_bytes = _core.selected_isa()
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_name(), "cpus_usable": usable_cpus(), "caches": caches(), "system": platform.platform(),
+        "machine": {"cpu": cpu_name(), "cpus_usable": cpus, "caches": caches(), "system": platform.platform(),
                     "architecture": platform.machine()},
         "versions": {"fastmha": __version__, "python": platform.python_version(), "numpy": np.__version__,
                      "scipy": scipy.__version__},
@@ -89,8 +84,7 @@ def limits(num_threads: int, seconds: float = 1.0) -> dict[str, float]:
         a, b, out = np.ones((3, n, n), dtype)
         best = min(_best(partial(algorithms.product, a, b, out, num_threads, blas=blas), share / 2) for blas in (False, True))
         found[np.dtype(dtype).name] = 2 * n**3 / best
-    found["read"] = _read_speed(num_threads, share)
-    return found
+    return {**found, "read": _read_speed(num_threads, share)}
 
 
 def _best(function: Callable[[], object], seconds: float) -> float:

@@ -70,7 +70,8 @@ class Work:
     @property
     def held(self) -> int:
         """The counted bytes without the score matrices where only blocks of them exist."""
-        return self.counted["total"] - (0 if self.weights else scores_bytes(self.counted))
+        counted = self.counted
+        return counted["total"] - (0 if self.weights else counted.get("scores", 0) + counted.get("grad_scores", 0))
 
     def least(self, num_threads: int) -> dict[str, float]:
         """As `Trial.least` states it: a process, and in it two calls."""
@@ -83,10 +84,6 @@ class Work:
         """Bytes in which the attention works, of all threads: not counted."""
         heads = np.broadcast_to(np.float32(0), (self.B, self.H, self.L, self.d_model // self.H))
         return plan(heads, heads, heads, algorithm=self.algorithm, backward=self.training, num_threads=num_threads).scratch_bytes
-
-
-def scores_bytes(components: Mapping[str, int]) -> int:
-    return components.get("scores", 0) + components.get("grad_scores", 0)
 
 
 def flop_parts(B: int, L: int, d_model: int, H: int, *, training: bool = False) -> dict[str, int]:
@@ -188,20 +185,17 @@ def work_here(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
     """Do the work in this process, which has done nothing before: the peak of the first call, and the time of later ones, at
     least one, for so many seconds; with no seconds that of the first."""
     try:
-        warm_up(work, num_threads)
+        # code, the pool's threads and BLAS's buffers are there once, not for this work
+        prepared(Work(1, 64, 64, 4, work.algorithm, work.training, work.weights), num_threads)()
         watch = Watch()
     except ImportError:
         return {"missing": "this system does not tell the peak of a process's memory"}
-    module = MultiHeadAttention(work.d_model, work.H, layout="strided", algorithm=work.algorithm, rng=0)
-    generator = np.random.default_rng(1)
-    shape = work.B, work.L, work.d_model
-    X = generator.standard_normal(shape, np.float32)
-    grad_output = generator.standard_normal(shape, np.float32) if work.training else None
+    call = prepared(work, num_threads)
     watch.reset()
     times: list[float] = []
     while True:
         start = time.perf_counter()
-        results = call(module, work, X, grad_output, num_threads)
+        results = call()
         times.append(time.perf_counter() - start)
         del results
         if len(times) == 1:
@@ -212,43 +206,36 @@ def work_here(work: Work, num_threads: int, seconds: float) -> dict[str, Any]:
     return {"peak_bytes": peak, "seconds": {"best": float(values.min()), **interval(values), "calls": len(values)}}
 
 
-def warm_up(work: Work, num_threads: int) -> None:
-    """A tiny call: code, the pool's threads and BLAS's buffers are there once, not for this work."""
-    module = MultiHeadAttention(64, 4, layout="strided", algorithm=work.algorithm, rng=0)
-    tiny = Work(1, 64, 64, 4, work.algorithm, work.training, work.weights)
-    X = np.ones((1, 64, 64), np.float32)
-    call(module, tiny, X, X, num_threads)
+def prepared(work: Work, num_threads: int) -> Callable[[], tuple[Any, ...]]:
+    """A call that returns what the count has as results: they are alive as long as the tuple is."""
+    module = MultiHeadAttention(work.d_model, work.H, layout="strided", algorithm=work.algorithm, rng=0)
+    generator = np.random.default_rng(1)
+    shape = work.B, work.L, work.d_model
+    X = generator.standard_normal(shape, np.float32)
+    grad_output = generator.standard_normal(shape, np.float32) if work.training else None
+
+    def call() -> tuple[Any, ...]:
+        out = module.forward(X, need_weights=work.weights, training=work.training, num_threads=num_threads)
+        return (out,) if grad_output is None else (out, module.backward(grad_output, num_threads=num_threads))
+
+    return call
 
 
-def call(module: MultiHeadAttention, work: Work, X: np.ndarray, grad_output: np.ndarray | None, num_threads: int) -> tuple:
-    """What the count has as results; they are alive as long as the tuple is."""
-    out = module.forward(X, need_weights=work.weights, training=work.training, num_threads=num_threads)
-    if grad_output is None or not work.training:
-        return (out,)
-    return out, module.backward(grad_output, num_threads=num_threads)
+# lengths by arm, from the shortest to the longest; training steps and `blas` at fewer than they could be: they take seconds
+QUICK = {"blas, weights": (512, 1024, 2048), "blas": (2048,), "tiled": (512, 1024, 2048, 4096), "blas, training": (2048,),
+         "tiled, training": (2048,)}
+FULL = {"blas, weights": (512, 1024, 2048, 4096), "blas": (512, 1024, 2048, 4096), "tiled": (512, 1024, 2048, 4096, 8192),
+        "blas, training": (512, 1024, 2048), "tiled, training": (512, 1024, 2048, 4096)}
+OTHERS = (Work(2, 2048, 512, 8, "blas", weights=True), Work(2, 4096, 512, 8, "tiled"),
+          Work(2, 2048, 512, 8, "tiled", training=True))
 
-
-# ------------------------------------------------------------------------------------------------ the trials
 
 def works(quick: bool) -> list[Work]:
-    """From the shortest to the longest. Training steps and `blas` at fewer lengths than they could be: they take seconds."""
-    def layer(L: int, algorithm: str, **more: bool) -> Work:
-        return Work(1, L, D_MODEL, HEADS, algorithm, **more)
-
-    lengths = (512, 1024, 2048)
-    if quick:
-        return [*(layer(L, "blas", weights=True) for L in lengths), layer(2048, "blas"),
-                *(layer(L, "tiled") for L in (*lengths, 4096)), layer(2048, "blas", training=True),
-                layer(2048, "tiled", training=True)]
-    other = [Work(2, 2048, 512, 8, "blas", weights=True), Work(2, 4096, 512, 8, "tiled"),
-             Work(2, 2048, 512, 8, "tiled", training=True)]
-    return [*(layer(L, "blas", weights=True) for L in (*lengths, 4096)), *(layer(L, "blas") for L in (*lengths, 4096)),
-            *(layer(L, "tiled") for L in (*lengths, 4096, 8192)), *(layer(L, "blas", training=True) for L in lengths),
-            *(layer(L, "tiled", training=True) for L in (*lengths, 4096)), *other]
+    return [*(Work(1, L, D_MODEL, HEADS, arm.partition(",")[0], "training" in arm, "weights" in arm)
+              for arm, lengths in (QUICK if quick else FULL).items() for L in lengths), *(() if quick else OTHERS)]
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
-    """A process each."""
     def trial(work: Work) -> Trial:
         spend = max(0.1, work.flops / ROUGH_RATE) if quick else max(0.5, 2 * work.flops / ROUGH_RATE)
         return Trial(NAME, work.label, {**asdict(work), "arm": work.arm, "threads": num_threads},
@@ -258,18 +245,12 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     return [trial(work) for work in works(quick)]
 
 
-# ------------------------------------------------------------------------------------------------ the answer
-
-ARMS = ("blas, weights", "blas", "tiled")       # of the pictures over the length
+ALGORITHMS, ARMS = ("blas", "tiled"), ("blas, weights", "blas", "tiled")       # on paper; in the pictures over the length
 
 
 def answer(records: Sequence[Record], found: Found) -> Answer:
-    """Sentences and tables."""
-    measured, d_model, H = measured_of(records), records[0]["factors"]["d_model"], records[0]["factors"]["H"]
+    measured, d_model, H = [r for r in records if "peak_bytes" in r], records[0]["factors"]["d_model"], records[0]["factors"]["H"]
     series = {arm: of_arm(measured, arm) for arm in ARMS}
-    short = " ".join(filter(None, (agreement(measured), growth_sentence(series), blocks_sentence(measured),
-                                   f"On paper the products over the pairs cost as much as the projections at L = 2 d_model: for "
-                                   f"d_model {d_model} at {analysis.crossover_length(d_model)}.")))
     method = (
         "Counted: fastmha.analysis, every array of a layer once, float32, no bias, no mask. Measured: one call of "
         "MultiHeadAttention in a process of its own: the peak of its resident memory above what was resident before weights and "
@@ -280,22 +261,33 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
               "part of them. The scratch of a training step by tiled is about 2 L D numbers per thread, so that many threads "
               "hold more above the count than two. The count of operations tells nothing about how fast each kind runs: those of "
               "the softmax are slower than those of products.")
-    shapes = by(records, lambda r: factors_text(r["factors"]))
-    tables = [*(memory_table(shape, list(filter(textbook, own))) for shape, own in shapes.items()),
-              *(blocks_table(shape, [r for r in own if not textbook(r)]) for shape, own in shapes.items()),
-              growth_table(series), analysis_table(d_model, H)]
-    return Answer(short, method, limits, [t for t in tables if t.rows])
+    points = [{"group": r["factors"]["arm"], "dtype": "float32", "intensity": r["flops"] / r["counted_bytes"],
+               "rate": r["flops"] / r["seconds"]["median"]} for r in measured if textbook(r)]
+    roofline = Picture("memory_roofline", "Operations/s over counted operations a byte, every array counted once.", "roofline",
+                       {"title": "The layer under the machine's roofs", "points": points})
+    # from an eighth of the crossover to eight times it
+    lengths = [max(1, int(analysis.crossover_length(d_model) * 2.0**n)) for n in range(-3, 4)]
+    shapes, drawn = by(records, shape_text), {arm: own for arm, own in series.items() if own}
+    return Answer(short_of(measured, series, d_model), method, limits, [
+        *(memory_table(shape, list(filter(textbook, own))) for shape, own in shapes.items()),
+        *(blocks_table(shape, [r for r in own if not textbook(r)]) for shape, own in shapes.items()),
+        growth_table(drawn), analysis_table(d_model, H, lengths)], [
+        *measured_pictures(drawn), *components_picture(measured), *([roofline] if points and found.get("limits") else []),
+        *counted_pictures(d_model, H, lengths, found.get("limits"))])
 
 
-def measured_of(records: Iterable[Record]) -> list[Record]:
-    return [r for r in records if "peak_bytes" in r]
-
-
-def of_arm(records: Iterable[Record], arm: str) -> list[Record]:
+def of_arm(records: Sequence[Record], arm: str) -> list[Record]:
     """Records of an arm by length, of the shape of the first."""
-    records = list(records)
     shape = {name: records[0]["factors"][name] for name in ("B", "d_model", "H")} if records else {}
     return sorted(of(records, arm=arm, **shape), key=lambda r: r["factors"]["L"])
+
+
+def lengths_of(records: Iterable[Record]) -> list[int]:
+    return [r["factors"]["L"] for r in records]
+
+
+def shape_text(record: Record) -> str:
+    return "B {B}, d_model {d_model}, {H} heads".format(**record["factors"])
 
 
 def textbook(record: Record) -> bool:
@@ -307,19 +299,8 @@ def ratio(record: Record) -> float:
     return float(record["peak_bytes"] / record["counted_bytes"])
 
 
-def within(record: Record) -> bool:
-    return abs(ratio(record) - 1) <= TOLERANCE
-
-
-def agreement(measured: Sequence[Record]) -> str:
-    judged = [r for r in measured if textbook(r) and r["counted_bytes"] >= DOMINATES]
-    if not judged:
-        return ""
-    worst = max(judged, key=lambda r: abs(ratio(r) - 1))
-    kept = sum(map(within, judged))
-    which = f"all {kept}" if kept == len(judged) else f"{kept} of {len(judged)}"
-    return (f"The measured peak is within {TOLERANCE:.0%} of the count in {which} works of at least {bytes_text(DOMINATES)}; "
-            f"farthest off is {worst['label']}: {ratio(worst):.2f} times the count.")
+def off(record: Record) -> float:
+    return abs(ratio(record) - 1)
 
 
 def exponent(series: Sequence[Record], value: Callable[[Record], float]) -> float:
@@ -330,45 +311,45 @@ def exponent(series: Sequence[Record], value: Callable[[Record], float]) -> floa
     return math.log(value(b) / value(a)) / math.log(b["factors"]["L"] / a["factors"]["L"])
 
 
-def growing(record: Record, bytes_name: str) -> float:
-    """Bytes without those of the parameters, which do not depend on the length."""
-    return float(record[bytes_name] - record["components"]["weights"])
-
-
+# those of the parameters do not depend on the length
 GROWTH: tuple[tuple[str, Callable[[Record], float]], ...] = (
-    ("bytes counted", lambda r: growing(r, "held_bytes")), ("bytes measured", lambda r: growing(r, "peak_bytes")),
+    ("bytes counted", lambda r: r["held_bytes"] - r["components"]["weights"]),
+    ("bytes measured", lambda r: r["peak_bytes"] - r["components"]["weights"]),
     ("operations", lambda r: r["flops"]), ("time", lambda r: r["seconds"]["best"]))
 
 
-def growth_sentence(series: Mapping[str, Sequence[Record]]) -> str:
-    """About the arm that materialises scores and the one that has none."""
+def short_of(measured: Sequence[Record], series: Mapping[str, Sequence[Record]], d_model: int) -> str:
+    """Of the growth: the arm that materialises scores and the one that has none."""
+    large = [r for r in measured if r["counted_bytes"] >= DOMINATES]
+    judged, rest = list(filter(textbook, large)), [r for r in large if not textbook(r)]
     said = []
+    if judged:
+        worst, kept = max(judged, key=off), sum(off(r) <= TOLERANCE for r in judged)
+        which = f"all {kept}" if kept == len(judged) else f"{kept} of {len(judged)}"
+        said.append(f"The measured peak is within {TOLERANCE:.0%} of the count in {which} works of at least "
+                    f"{bytes_text(DOMINATES)}; farthest off is {worst['label']}: {ratio(worst):.2f} times the count.")
     for arm, name in (("blas, weights", "blas with its weights"), ("tiled", "tiled")):
         if len(series[arm]) < 2:
             continue
-        a, b = (r["factors"]["L"] for r in series[arm][-2:])
+        a, b = lengths_of(series[arm])[-2:]
         counted, peak, flops, seconds = (exponent(series[arm], value) for _, value in GROWTH)
         said.append(f"From L {a} to {b} the memory of {name}, less the parameters, grows as L^{peak:.2f} (counted {counted:.2f}) "
                     f"and its time as L^{seconds:.2f} (operations {flops:.2f}).")
-    both = {r["factors"]["L"] for r in series["blas, weights"]} & {r["factors"]["L"] for r in series["tiled"]}
-    if both:
-        blas, tiled = (next(r for r in series[arm] if r["factors"]["L"] == max(both)) for arm in ("blas, weights", "tiled"))
-        said.append(f"At L {max(both)} blas with its weights holds {blas['peak_bytes'] / tiled['peak_bytes']:.1f} times what "
-                    "tiled holds.")
+    blas, tiled = ({r["factors"]["L"]: r["peak_bytes"] for r in series[arm]} for arm in ("blas, weights", "tiled"))
+    if both := blas.keys() & tiled.keys():
+        L = max(both)
+        said.append(f"At L {L} blas with its weights holds {blas[L] / tiled[L]:.1f} times what tiled holds.")
+    if rest:
+        r = min(rest, key=ratio)
+        said.append(f"Without being asked for weights blas keeps only blocks of its scores: {r['label']} held "
+                    f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
+    said.append("On paper the products over the pairs cost as much as the projections at L = 2 d_model: for d_model "
+                f"{d_model} at {analysis.crossover_length(d_model)}.")
     return " ".join(said)
 
 
-def blocks_sentence(measured: Sequence[Record]) -> str:
-    rest = [r for r in measured if not textbook(r) and r["counted_bytes"] >= DOMINATES]
-    if not rest:
-        return ""
-    r = min(rest, key=ratio)
-    return (f"Without being asked for weights blas keeps only blocks of its scores: {r['label']} held "
-            f"{bytes_text(r['peak_bytes'])} of the textbook's {bytes_text(r['counted_bytes'])}.")
-
-
 def row_name(record: Record) -> str:
-    return f"{record['factors']['arm']}, L {record['factors']['L']}"
+    return "{arm}, L {L}".format(**record["factors"])
 
 
 def bytes_of(name: str) -> Callable[[Record], str]:
@@ -377,12 +358,12 @@ def bytes_of(name: str) -> Callable[[Record], str]:
 
 def memory_table(shape: str, own: Sequence[Record]) -> Table:
     def verdict(r: Record) -> str:
-        return "small" if r["counted_bytes"] < DOMINATES else "yes" if within(r) else "NO"
+        return r.get("missing") or ("small" if r["counted_bytes"] < DOMINATES else "yes" if off(r) <= TOLERANCE else "NO")
 
     return table(f"Peak memory, {shape}", own, {
         "": row_name, "counted": bytes_of("counted_bytes"), "measured": bytes_of("peak_bytes"),
-        "ratio": lambda r: "" if "missing" in r else f"{ratio(r):.2f}",
-        f"within {TOLERANCE:.0%}": lambda r: r.get("missing") or verdict(r), "scratch": bytes_of("scratch_bytes")},
+        "ratio": lambda r: "" if "missing" in r else f"{ratio(r):.2f}", f"within {TOLERANCE:.0%}": verdict,
+        "scratch": bytes_of("scratch_bytes")},
         f"small: counted below {bytes_text(DOMINATES)}, not judged. weights: the score matrices are asked for, and so "
         "materialised. training: forward and backward. scratch: planned, of all threads, not counted.")
 
@@ -397,139 +378,95 @@ def blocks_table(shape: str, own: Sequence[Record]) -> Table:
 
 
 def growth_table(series: Mapping[str, Sequence[Record]]) -> Table:
-    lengths = sorted({r["factors"]["L"] for records in series.values() for r in records})
-    steps = list(pairwise(lengths))
+    """Over the series that have records."""
+    steps = list(pairwise(sorted({L for records in series.values() for L in lengths_of(records)})))
     rows = []
     for arm, records in series.items():
         by_length = {r["factors"]["L"]: r for r in records}
         pairs = [[by_length[L] for L in step] if set(step) <= by_length.keys() else None for step in steps]
         rows += [(f"{arm}: {what}", *((pair and f"{exponent(pair, value):.2f}") or "" for pair in pairs))
                  for what, value in GROWTH if any(pairs)]
-    return Table(f"Growth of a forward pass with the length, p of L^p, {shape_text(series)}",
-                 ("", *(f"{a}–{b}" for a, b in steps)), rows,
+    shape = next((shape_text(records[0]) for records in series.values()), "")
+    return Table(f"Growth of a forward pass with the length, p of L^p, {shape}", ("", *(f"{a}–{b}" for a, b in steps)), rows,
                  "1: linear, 2: quadratic. Bytes are those without the parameters, for blas without weights also without score "
                  "matrices; time is linear in L for the projections, quadratic for the rest.")
 
 
-def analysis_lengths(d_model: int) -> list[int]:
-    """From an eighth of the crossover to eight times it."""
-    return [max(1, int(analysis.crossover_length(d_model) * 2.0**n)) for n in range(-3, 4)]
+def analysis_table(d_model: int, H: int, lengths: Sequence[int]) -> Table:
+    rows = []
+    for L in lengths:
+        parts = flop_parts(1, L, d_model, H)
+        rows.append([str(L), *(f"{number / 1e9:.3g}" for number in parts.values()),
+                     f"{1 - parts['projections'] / sum(parts.values()):.0%}",
+                     *(f"{analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name):.0f}" for name in ALGORITHMS)])
+    return Table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32",
+                 ["L", "projections", "attention", "softmax", "share", *ALGORITHMS], rows,
+                 "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; "
+                 "FLOP/byte with scores in memory (blas) and without (tiled).")
 
 
-def analysis_table(d_model: int, H: int) -> Table:
-    def intensity(algorithm: str) -> Callable[[Record], str]:
-        return lambda r: f"{analysis.arithmetic_intensity(1, r['L'], d_model, H, algorithm=algorithm):.0f}"
-
-    def operations(part: str) -> Callable[[Record], str]:
-        return lambda r: f"{r['parts'][part] / 1e9:.3g}"
-
-    counted = [{"L": L, "parts": flop_parts(1, L, d_model, H)} for L in analysis_lengths(d_model)]
-    return table(f"Counted on paper: forward, B 1, d_model {d_model}, {H} heads, float32", counted, {
-        "L": lambda r: f"{r['L']}", **{part: operations(part) for part in ("projections", "attention", "softmax")},
-        "share": lambda r: f"{1 - r['parts']['projections'] / sum(r['parts'].values()):.0%}",
-        **{name: intensity(name) for name in ("blas", "tiled")}},
-        "GFLOP of the projections, of the products over the pairs and of the softmax; share of the latter two; FLOP/byte with "
-        "scores in memory (blas) and without (tiled).")
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    measured, shape = measured_of(records), {name: records[0]["factors"][name] for name in ("d_model", "H")}
-    drawn = [flops_picture(**shape), intensity_picture(**shape, found=found)]
-    if not measured:
-        return drawn
-    series = {arm: own for arm in ARMS if (own := of_arm(measured, arm))}
-    return [*memory_picture(series), *time_picture(series), components_picture(measured), *roofline_picture(measured, found),
-            *drawn]
-
-
-def over_length(name: str, caption: str, title: str, y: str, panel: Mapping[str, Any]) -> list[Picture]:
+def over_length(name: str, caption: str, title: str, y: str, **panel: Any) -> list[Picture]:
     """Lines over the length of the sequence."""
     return lines(name, caption, [{"title": "", **panel}], title=title, x="sequence length L", y=y, x_log2=True, y_log=True)
 
 
-def memory_picture(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
-    drawn = [{"name": f"{arm}, {name}", "x": [r["factors"]["L"] for r in own], "y": [r[of] / 1e6 for r in own]}
-             for arm, own in series.items() for name, of in (("counted", "held_bytes"), ("measured", "peak_bytes"))]
-    return over_length("memory_over_length", "Peak memory of a forward pass over the length of the sequence, both axes "
-                       "logarithmic: counted, for blas without weights less the score matrices, and measured.",
-                       f"Memory of a forward pass, {shape_text(series)}, float32", "peak memory (MB)", {"series": drawn})
+def measured_pictures(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
+    if not series:
+        return []
+    shape = next(iter(series.values()))[0]
+    held = [{"name": f"{arm}, {name}", "x": lengths_of(own), "y": [r[of] / 1e6 for r in own]}
+            for arm, own in series.items() for name, of in (("counted", "held_bytes"), ("measured", "peak_bytes"))]
+    taken = [spread(arm, lengths_of(own), [r["seconds"] for r in own]) for arm, own in series.items()]
+    lengths = [L for own in series.values() for L in lengths_of(own)]
+    length = analysis.crossover_length(shape["factors"]["d_model"])
+    marks = [(length, f"crossover {length}")] if min(lengths) <= length <= max(lengths) else []
+    return [
+        *over_length("memory_over_length", "Peak memory of a forward pass over the length of the sequence, both axes "
+                     "logarithmic: counted, for blas without weights less the score matrices, and measured.",
+                     f"Memory of a forward pass, {shape_text(shape)}, float32", "peak memory (MB)", series=held),
+        *over_length("time_over_length", "Time of a forward pass over the length of the sequence, both axes logarithmic; the "
+                     "mark is the length at which the products over the pairs have as many operations as the projections.",
+                     f"Time of a forward pass, {shape_text(shape)}, float32", "time (s)", series=taken, marks=marks)]
 
 
-def time_picture(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
-    drawn = [spread(arm, [r["factors"]["L"] for r in own], [r["seconds"] for r in own]) for arm, own in series.items()]
-    lengths, length = [x for one in drawn for x in one["x"]], analysis.crossover_length(first(series)["d_model"])
-    marks = [(length, f"crossover {length}")] if drawn and min(lengths) <= length <= max(lengths) else []
-    return over_length("time_over_length", "Time of a forward pass over the length of the sequence, both axes logarithmic; the "
-                       "mark is the length at which the products over the pairs have as many operations as the projections.",
-                       f"Time of a forward pass, {shape_text(series)}, float32", "time (s)", {"series": drawn, "marks": marks})
-
-
-def first(series: Mapping[str, Sequence[Record]]) -> Mapping[str, Any]:
-    return next((records[0]["factors"] for records in series.values() if records), {"B": 1, "d_model": D_MODEL, "H": HEADS})
-
-
-def shape_text(series: Mapping[str, Sequence[Record]]) -> str:
-    return factors_text(first(series))
-
-
-def factors_text(factors: Mapping[str, Any]) -> str:
-    return f"B {factors['B']}, d_model {factors['d_model']}, {factors['H']} heads"
-
-
-def components_picture(measured: Sequence[Record]) -> Picture:
+def components_picture(measured: Sequence[Record]) -> list[Picture]:
     """Of each arm the longest sequence that all of them have, else its own longest."""
     arms = {arm: {r["factors"]["L"]: r for r in of_arm(measured, arm)} for arm in by(measured, lambda r: r["factors"]["arm"])}
     arms = {arm: own for arm, own in arms.items() if own}
-    shared = set.intersection(*map(set, arms.values()))
+    shared = set.intersection(*map(set, arms.values())) if arms else set()
     bars = []
     for arm, own in arms.items():
         L = max(shared or own)
-        parts = [{"name": name, "value": n / 1e6} for name, n in own[L]["components"].items()]
-        peak = [{"name": "measured", "value": own[L]["peak_bytes"] / 1e6}]
-        bars += [{"label": label, "group": f"{arm}, L {L}", "parts": each}
-                 for label, each in (("counted", parts), ("measured", peak))]
-    title = f"Memory by component, {shape_text({arm: list(own.values()) for arm, own in arms.items()})}, float32"
-    return Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights keeps "
-                   "only blocks of its scores.", "stacked_bars", {"title": title, "bars": bars, "x": "memory (MB)"})
+        for label, parts in (("counted", own[L]["components"]), ("measured", {"measured": own[L]["peak_bytes"]})):
+            bars.append({"label": label, "group": f"{arm}, L {L}",
+                         "parts": [{"name": name, "value": n / 1e6} for name, n in parts.items()]})
+    return [Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights keeps "
+                    "only blocks of its scores.", "stacked_bars", {
+                        "title": f"Memory by component, {shape_text(measured[0])}, float32", "bars": bars, "x": "memory (MB)"})
+            ] if bars else []
 
 
-def roofline_picture(measured: Sequence[Record], found: Found) -> list[Picture]:
-    """Of the works that hold what is counted."""
-    points = [{"group": r["factors"]["arm"], "dtype": "float32", "intensity": r["flops"] / r["counted_bytes"],
-               "rate": r["flops"] / r["seconds"]["median"]} for r in measured if textbook(r)]
-    return [Picture("memory_roofline", "Operations/s over counted operations a byte, every array counted once.", "roofline",
-                    {"title": "The layer under the machine's roofs", "points": points})] if points and found.get("limits") else []
-
-
-def flops_picture(d_model: int, H: int) -> Picture:
-    lengths, length = analysis_lengths(d_model), analysis.crossover_length(d_model)
+def counted_pictures(d_model: int, H: int, lengths: Sequence[int], limits: Mapping[str, float] | None) -> list[Picture]:
+    """Operations and intensity, this one with the machine's own balance where its limits are known."""
+    shape, length = f"B 1, d_model {d_model}, {H} heads", analysis.crossover_length(d_model)
     parts = [flop_parts(1, L, d_model, H) for L in lengths]
-    series = [{"name": name, "x": lengths, "y": [p[name] / 1e9 for p in parts]} for name in parts[0]]
-    return over_length("flops_over_length", f"Operations of a forward pass by part, counted; at L = 2 d_model = {length} the "
-                       "products over the pairs overtake the projections.",
-                       f"Operations of a forward pass, B 1, d_model {d_model}, {H} heads", "operations (GFLOP)",
-                       {"series": series, "marks": [(length, f"crossover {length}")]})[0]
-
-
-def intensity_picture(d_model: int, H: int, found: Found) -> Picture:
-    """With the machine's own balance where its limits are known."""
-    lengths, limits = analysis_lengths(d_model), found.get("limits") or {}
-    panel: dict[str, Any] = {"series": [
-        {"name": name, "x": lengths, "y": [analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name) for L in lengths]}
-        for name in ("blas", "tiled")]}
-    caption = "Counted operations over counted bytes, every array once."
-    if limits:
-        panel["reference"] = limits["float32"] / limits["read"]
-        caption += (" The horizontal line is where this machine's arithmetic takes as long as its memory: above, arithmetic is "
-                    "the limit.")
-    title = f"Arithmetic intensity of a forward pass, B 1, d_model {d_model}, {H} heads, float32"
-    return over_length("intensity_over_length", caption, title, "FLOP/byte", panel)[0]
+    balance = {"reference": limits["float32"] / limits["read"]} if limits else {}
+    return [
+        *over_length("flops_over_length", f"Operations of a forward pass by part, counted; at L = 2 d_model = {length} the "
+                     "products over the pairs overtake the projections.", f"Operations of a forward pass, {shape}",
+                     "operations (GFLOP)", marks=[(length, f"crossover {length}")],
+                     series=[{"name": name, "x": lengths, "y": [p[name] / 1e9 for p in parts]} for name in parts[0]]),
+        *over_length("intensity_over_length", "Counted operations over counted bytes, every array once." + (
+                     " The horizontal line is where this machine's arithmetic takes as long as its memory: above, arithmetic is "
+                     "the limit." if limits else ""), f"Arithmetic intensity of a forward pass, {shape}, float32", "FLOP/byte",
+                     series=[{"name": name, "x": lengths, "y": [analysis.arithmetic_intensity(1, L, d_model, H, algorithm=name)
+                                                                for L in lengths]} for name in ALGORITHMS], **balance)]
 
 
 QUESTION = Question(
     NAME, "Operations, bytes and the length of the sequence",
     "Where do the operations and the bytes of a layer go as sequences grow, and does a process hold and take what is counted on "
-    "paper?", trials, answer, pictures)
+    "paper?", trials, answer)
 
 
 if __name__ == "__main__":

@@ -53,15 +53,13 @@ def calibrated(num_threads: int, limits: Mapping[str, float], about: Mapping[str
     with tempfile.TemporaryDirectory(prefix="fastmha-study-") as folder:
         draw = partial(plots.lines, Path(folder) / "picture.png", about, title="title", x="x", y="y", panels=[
             {"title": "panel", "series": [line], "reference": 1.0}] * 2)
-        draw()      # fonts are looked for
-        found["picture"] = _median(draw, calls=1, first=False)
+        found["picture"] = _median(draw, calls=1)
     return found
 
 
-def _median(function: Callable[[], object], calls: int = 3, first: bool = True) -> float:
-    """Seconds of a call, after a first one."""
-    if first:
-        function()
+def _median(function: Callable[[], object], calls: int = 3) -> float:
+    """Seconds of a call, after a first one, which finds memory and fonts."""
+    function()
     times = []
     for _ in range(calls):
         start = time.perf_counter()

@@ -14,14 +14,13 @@ contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from fastmha import algorithms
 from fastmha.study import operands
-from fastmha.study.answer import Answer, Found, Picture, Question, Record, Table, bar, of, ratios, table
+from fastmha.study.answer import Answer, Found, Picture, Question, Record, bar, of, ratios, table
 from fastmha.study.cases import DIRECTIONS, Case, case
 from fastmha.study.machine import memory
 from fastmha.study.trial import LEAST_CALLS, Arms, Trial, checked, timed
@@ -38,8 +37,6 @@ KINDS = (("product", "One product or three", PRODUCTS), ("attention", "Attention
 _PLANNED_FLOPS = 1e11       # a second, to plan trials in which five rounds take longer than the others
 
 
-# ---------------------------------------------------------------------------------------------- arms
-
 def _copy(x: np.ndarray) -> np.ndarray:
     """Of its own, from the start of a page on."""
     found = memory(x.nbytes).view(x.dtype).reshape(x.shape)
@@ -47,41 +44,42 @@ def _copy(x: np.ndarray) -> np.ndarray:
     return found
 
 
-def _tokens_and_weights(tokens: int, d: int, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """X (tokens, d) and W (d, 3d)."""
-    generator, real = np.random.default_rng(0), np.dtype(dtype).type
-    x, w = generator.standard_normal((tokens, d), real), generator.standard_normal((d, 3 * d), real)
-    return _copy(x), _copy(w / np.sqrt(d, dtype=real))
+def _tokens_and_weights(tokens: int, d: int) -> tuple[np.ndarray, np.ndarray]:
+    """X (tokens, d) and W (d, 3d) in float32."""
+    generator = np.random.default_rng(0)
+    x, w = generator.standard_normal((tokens, d), np.float32), generator.standard_normal((d, 3 * d), np.float32)
+    return _copy(x), _copy(w / np.sqrt(d, dtype=np.float32))
 
 
-def columns(fused: np.ndarray) -> list[np.ndarray]:
-    """The three views (rows, d) of a matrix (rows, 3d)."""
-    return np.split(fused, 3, axis=1)
+def _pairs(name: str, w: np.ndarray, whole: np.ndarray, tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Weights of its own for an arm, and where in its memory their products go."""
+    if name == "three arrays":
+        return [(_copy(part), array) for part, array in zip(np.split(w, 3, axis=1), whole.reshape(3, tokens, -1))]
+    rows = whole.reshape(tokens, -1)
+    pair = _copy(w), rows
+    return list(zip(*(np.split(x, 3, axis=1) for x in pair))) if name == "three products" else [pair]
 
 
-def product_arms(tokens: int, d: int, num_threads: int, blas: bool = False, dtype: str = "float32") -> Arms:
+def product_arms(tokens: int, d: int, num_threads: int, blas: bool = False) -> Arms:
     """The arms of the products, once their answers have been compared."""
-    x, w = _tokens_and_weights(tokens, d, dtype)
-    fused, parts, arrays = (memory(3 * tokens * d * w.itemsize).view(dtype) for _ in range(3))
-    weights = {"one product": [w], "three products": columns(_copy(w)), "three arrays": [_copy(part) for part in columns(w)]}
-    targets = {"one product": [fused.reshape(tokens, 3 * d)], "three products": columns(parts.reshape(tokens, 3 * d)),
-               "three arrays": list(arrays.reshape(3, tokens, d))}
+    x, w = _tokens_and_weights(tokens, d)
+    pairs = {name: _pairs(name, w, memory(tokens * w[0].nbytes).view(w.dtype), tokens) for name in PRODUCTS}
 
     def arm(name: str) -> Callable[[], None]:
         def run() -> None:
-            for weight, out in zip(weights[name], targets[name]):
+            for weight, out in pairs[name]:
                 algorithms.product(x, weight, out, num_threads, blas=blas)
         return run
 
-    results = {**targets, "one product": columns(targets["one product"][0])}
-    return checked(f"projection of {tokens} tokens, d_model {d}", {name: arm(name) for name in PRODUCTS},
-                   {name: dict(zip("QKV", outs)) for name, outs in results.items()}, dtype)
+    results = {name: dict(zip("QKV", np.split(own[0][1], 3, axis=1) if len(own) == 1 else [out for _, out in own]))
+               for name, own in pairs.items()}
+    return checked(f"projection of {tokens} tokens, d_model {d}", {name: arm(name) for name in PRODUCTS}, results, "float32")
 
 
 def layer_arms(of: Case, num_threads: int) -> Arms:
     """The arms of product and attention together, once their answers have been compared."""
     L, H, d = of.Lq, of.H, of.H * of.D
-    x, w = _tokens_and_weights(L, d, of.dtype)
+    x, w = _tokens_and_weights(L, d)
     out, lse = operands.merged(of), np.empty((1, H, L), of.dtype)
 
     def arm(name: str) -> Callable[[], None]:
@@ -89,31 +87,19 @@ def layer_arms(of: Case, num_threads: int) -> Arms:
         whole, views = operands.lay(of, others.get(name, "side by side"))
         q, k, v = views
         problem = operands.problem(q, k, v)
-        if name == "three arrays":
-            pairs = [(_copy(part), array) for part, array in zip(columns(w), whole.reshape(3, L, d))]
-        elif name == "three products":
-            pairs = list(zip(columns(_copy(w)), columns(whole.reshape(L, 3 * d))))
-        elif name == "one product a head":
-            pairs = [(_copy(w), whole.reshape(1, 3 * H, L, of.D))]
-        elif name == "interleaved":
-            pairs = [(_copy(w.reshape(d, 3, H, of.D).transpose(0, 2, 1, 3)).reshape(d, 3 * d), whole.reshape(L, 3 * d))]
-        else:
-            pairs = [(_copy(w), whole.reshape(L, 3 * d))]
+        own = w.reshape(d, 3, H, of.D).transpose(0, 2, 1, 3).reshape(d, 3 * d) if name == "interleaved" else w
+        pairs = [(_copy(w), whole.reshape(1, 3 * H, L, of.D))] if name == "one product a head" else _pairs(name, own, whole, L)
 
         def run() -> None:
             for weight, target in pairs:
                 algorithms.product(x, weight, target, num_threads)
-            ready = problem
-            if name == "packed":
-                ready = problem.with_heads(q, *algorithms.packed(num_threads, k, v))
+            ready = problem.with_heads(q, *algorithms.packed(num_threads, k, v)) if name == "packed" else problem
             algorithms.forward(of.algorithm, ready, out, lse, None, num_threads)
         return run
 
     return checked(f"layer {of.name}", {name: arm(name) for name in LAYERS},
                    {name: {"out": out, "lse": lse} for name in LAYERS}, of.dtype)
 
-
-# ---------------------------------------------------------------------------------------------- trials
 
 def _trial(kind: str, label: str, factors: Mapping[str, Any], names: Sequence[str], prepare: Callable[[], Arms], flops: int,
            seconds: float, work: Mapping[str, float]) -> Trial:
@@ -154,31 +140,24 @@ def layer(of: Case, threads: int, seconds: float) -> Trial:
                   {**_products(of.Lq, d, threads), **of.least("forward", 1, threads)})
 
 
-def _case(d: int, L: int, algorithm: str) -> Case:
-    return replace(case(1, d // D, L, D), algorithm=algorithm)
-
-
 def trials(quick: bool, num_threads: int) -> list[Trial]:
-    """The trials of the quick or the full study with so many threads."""
     names = ("tiled", "blas")
     if quick:
         forward = [(768, L, name) for name in names for L in (128, 512)] + [(768, 1024, "tiled"), (1024, 512, "tiled")]
         return [*(product(tokens, 768, num_threads, 0.25) for tokens in TOKENS),
                 *(product(tokens, 1024, num_threads, 0.25) for tokens in (1, 512)),
                 product(512, 768, num_threads, 0.25, blas=True),
-                *(attention(_case(*what), "forward", num_threads, 0.25) for what in forward),
-                *(attention(_case(768, 512, name), "backward", num_threads, 0.25) for name in names),
-                *(layer(_case(d, L, "tiled"), num_threads, 0.3) for d, L in ((768, 128), (768, 512), (1024, 512)))]
+                *(attention(case(1, d // D, L, D, algorithm=name), "forward", num_threads, 0.25) for d, L, name in forward),
+                *(attention(case(1, 12, 512, D, algorithm=name), "backward", num_threads, 0.25) for name in names),
+                *(layer(case(1, d // D, L, D), num_threads, 0.3) for d, L in ((768, 128), (768, 512), (1024, 512)))]
     lengths = [(d, L) for d in (768, 1024) for L in (128, 512, 1024, 2048)]
     return [*(product(tokens, d, num_threads, 0.8) for d in D_MODELS for tokens in TOKENS),
             product(512, 768, num_threads, 0.8, blas=True),
             *(product(tokens, 768, 1, 0.5) for tokens in (1, 16, 512)),
-            *(attention(_case(d, L, name), direction, num_threads, 0.9) for d, L in lengths for name in names
+            *(attention(case(1, d // D, L, D, algorithm=name), direction, num_threads, 0.9) for d, L in lengths for name in names
               for direction in DIRECTIONS if direction == "forward" or L <= 1024),
-            *(layer(_case(d, L, "tiled"), num_threads, 1.2) for d, L in lengths)]
+            *(layer(case(1, d // D, L, D), num_threads, 1.2) for d, L in lengths)]
 
-
-# ---------------------------------------------------------------------------------------------- answer
 
 def _against(records: Sequence[Record], names: Sequence[str]) -> str:
     """The times of all others over the first, in words."""
@@ -223,7 +202,6 @@ def _winner(layers: Sequence[Record]) -> str:
 
 
 def answer(records: Sequence[Record], found: Found) -> Answer:
-    """What the projections cost and the layouts they leave."""
     own = [of(records, kind=kind) for kind, _, _ in KINDS]
     method = (
         f"Heads of width {D}, float32, one batch row; M tokens, d_model d. Products by the library's own kernels, as modules run "
@@ -235,37 +213,28 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
         "Weights are as warm as a round of all arms leaves them: small ones stay in the last cache, as in a loop over one layer, "
         "not over many. The output projection and the backward pass of the projections are left out: where the heads lie does "
         "not change their work.")
-    tables = [_table(title, each, names) for each, (_, title, names) in zip(own, KINDS) if each]
-    return Answer(_short(*own), method, limits, tables)
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    panels = []
-    for kind, title, (first, *others) in KINDS:
-        rows = [{"label": _label(r), "values": [bar(other, r["ratios"][f"{other}/{first}"]) for other in others]}
-                for r in of(records, kind=kind)]
-        panels += [{"title": title, "rows": rows}] if rows else []
-    return [Picture("projections", "Time over that of one product, Q, K and V side by side; whiskers: 95 % intervals.", "bars", {
-        "title": "Projections and the order of heads", "panels": panels, "x": "time / time of one product, side by side",
-        "reference": 1.0})]
+    tables, panels = [], []
+    for each, (_, title, (first, *others)) in zip(own, KINDS):
+        tables.append(table(title, each, {
+            "case": _label, first: time_of(first), "GFLOP/s": rate_of(first),
+            **{other: ratio_of(f"{other}/{first}") for other in others}},
+            f"Time and speed, {first}; then times over it."))
+        if each:
+            panels.append({"title": title, "rows": [{"label": _label(r), "values": [
+                bar(other, r["ratios"][f"{other}/{first}"]) for other in others]} for r in each]})
+    return Answer(_short(*own), method, limits, tables, [Picture(
+        "projections", "Time over that of one product, Q, K and V side by side; whiskers: 95 % intervals.", "bars", {
+            "title": "Projections and the order of heads", "panels": panels, "x": "time / time of one product, side by side",
+            "reference": 1.0})])
 
 
 def _label(record: Record) -> str:
     f = record["factors"]
-    if f["kind"] == "product":
-        return f"M{f['tokens']} d{f['d_model']} {f['threads']}T{' blas' * f['blas']}"
-    return f"L{f['L']} d{f['d_model']} {f['algorithm']} {f['direction']} {f['threads']}T"
-
-
-def _table(title: str, records: Sequence[Record], names: Sequence[str]) -> Table:
-    first, *others = names
-    return table(title, records, {
-        "case": _label, first: time_of(first), "GFLOP/s": rate_of(first),
-        **{other: ratio_of(f"{other}/{first}") for other in others}},
-        f"Time and speed, {first}; then times over it.")
+    case = f"M{f['tokens']} d{f['d_model']}" if f["kind"] == "product" else "L{L} d{d_model} {algorithm} {direction}".format(**f)
+    return f"{case} {f['threads']}T{' blas' * f.get('blas', False)}"
 
 
 QUESTION = Question(
     NAME, "One projection or three, and the order of the heads",
     "Q, K and V by one product with a fused matrix or by three products? And in a row of the result Q | K | V side by side, or "
-    "interleaved per head, (H, 3, D)?", trials, answer, pictures)
+    "interleaved per head, (H, 3, D)?", trials, answer)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastmha.study.answer import Answer, Found, Picture, Question, Table
+from fastmha.study.answer import Answer, Found, Question, Table
 from fastmha.study.folder import replace_text
+from fastmha.study.words import failed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,19 +69,19 @@ def write(folder: Path, found: Found, asked: Sequence[Question], console: Consol
 
 
 def draw(folder: Path, found: Found, answers: Answers) -> None:
-    """The pictures of answers."""
     from fastmha.study import plots
 
     for _, answer in answers:
         for picture in answer.pictures if answer else ():
-            getattr(plots, picture.kind)(_file(folder, picture), found, **picture.data)
+            getattr(plots, picture.kind)(folder / f"{picture.name}.png", found, **picture.data)
 
 
 def facts(found: Found) -> list[tuple[str, str]]:
     """What a reader needs to judge the figures: name and text."""
     machine, versions, limits, count = found["machine"], found["versions"], found["limits"], found["threads"]
-    caches = ", ".join(f"{name} {_bytes(size)}" for name, size in machine["caches"].items())
-    products = [f"{limits[name] / 1e9:,.0f} GFLOP/s in {name}" for name in ("float32", "float64") if name in limits]
+    caches = ", ".join(f"{name} " + (f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB")
+                       for name, size in machine["caches"].items())
+    products = [f"{limits[name] / 1e9:,.0f} GFLOP/s in {name}" for name in ("float32", "float64")]
     return [
         ("Command", found["command"]),
         ("Date", found["date"]),
@@ -137,10 +138,10 @@ def print_table(console: Console, table: Table) -> None:
 
     console.print(Text(table.title, "italic"))
     numeric = numbers(table)
-    longest = [max((len(row[at]) for row in table.rows), default=0) for at in range(len(table.columns))]
+    longest = [max(map(len, cells)) for cells in zip(*table.rows)]
     words = [max(map(len, name.split()), default=0) for name in table.columns]
-    widths = [max(longest[at] if numeric[at] else min(OTHER, max(longest[at], len(table.columns[at]))), words[at])
-              for at in range(len(table.columns))]
+    widths = [max(long if number else min(OTHER, max(long, len(name))), word)
+              for number, long, name, word in zip(numeric, longest, table.columns, words)]
     first = max(longest[0], words[0])
     parts: list[list[int]] = [[]]
     for at in range(1, len(widths)):
@@ -187,7 +188,7 @@ def _marked_section(question: Question, answer: Answer | None, folder: str, fold
         else:
             parts += [f"### {_marked(table.title)}", *shown]
     for picture in answer.pictures:
-        parts += [f"![{_marked(_alternative(picture))}]({folder}{picture.name}.png)", _marked(picture.caption)]
+        parts += [f"![{_marked(picture.data['title'].replace('`', ''))}]({folder}{picture.name}.png)", _marked(picture.caption)]
     return [*parts, f"**Limits:** {_marked(answer.limits)}"]
 
 
@@ -209,12 +210,9 @@ def refreshed(text: str, found: Found, folder: str) -> str:
 
 def markdown_table(table: Table) -> str:
     """The rows of a table as Markdown, numbers to the right; without its title and note."""
-    lines = [table.columns, ["---:" if number else "---" for number in numbers(table)], *table.rows]
-    return "\n".join(f"| {' | '.join(line if at == 1 else map(_cell, line))} |" for at, line in enumerate(lines))
-
-
-def _cell(text: str) -> str:
-    return _marked(" ".join(text.split())).replace("|", "\\|")
+    first, *rows = ([_marked(" ".join(cell.split())).replace("|", "\\|") for cell in row] for row in (table.columns, *table.rows))
+    rule = ["---:" if number else "---" for number in numbers(table)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (first, rule, *rows))
 
 
 def _marked(text: str) -> str:
@@ -243,10 +241,12 @@ def _section(folder: Path, question: Question, answer: Answer | None) -> str:
             f'{_paragraphs(question.question, "question")}')
     if answer is None:
         return f"{head}<p>{NOT_MEASURED}</p>\n</section>\n"
-    pictures = "".join(
-        f'<figure>\n<img alt="{_shown(_alternative(picture))}" src="data:image/png;base64,'
-        f'{base64.b64encode(_file(folder, picture).read_bytes()).decode("ascii")}">\n'
-        f"<figcaption>{_shown(picture.caption)}</figcaption>\n</figure>\n" for picture in answer.pictures)
+    pictures = ""
+    for picture in answer.pictures:
+        image = base64.b64encode((folder / f"{picture.name}.png").read_bytes()).decode("ascii")
+        alternative = _shown(picture.data["title"].replace("`", ""))
+        pictures += (f'<figure>\n<img alt="{alternative}" src="data:image/png;base64,{image}">\n'
+                     f"<figcaption>{_shown(picture.caption)}</figcaption>\n</figure>\n")
     return (f'{head}{_paragraphs(answer.short, "short")}<h3>Method</h3>\n{_paragraphs(answer.method)}'
             f'{"".join(map(_table, answer.tables))}{pictures}<h3>Limits</h3>\n{_paragraphs(answer.limits)}</section>\n')
 
@@ -271,19 +271,6 @@ def _shown(text: str) -> str:
     return re.sub(r"`([^`\n]+)`", r"<code>\1</code>", html.escape(text))
 
 
-def _alternative(picture: Picture) -> str:
-    """What is said where the picture is not seen."""
-    return str(picture.data.get("title", picture.caption)).replace("`", "")
-
-
-def _file(folder: Path, picture: Picture) -> Path:
-    return folder / f"{picture.name}.png"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
-
-
 def main(document: Path) -> int:
     """``python -m fastmha.study.report docs/layouts.md``: refresh a document, and draw its pictures, from results.json in the
     folder of its name. Returns the exit status: 2 if the results cannot be read."""
@@ -294,16 +281,12 @@ def main(document: Path) -> int:
     try:
         found = runner.read(results)
     except (OSError, ValueError) as error:
-        sentence = f"cannot read {results}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"fastmha study: {sentence}", file=sys.stderr)
-        return 2
+        return failed(f"cannot read {results}: {error.strerror}" if isinstance(error, OSError) else str(error))
     try:
         draw(folder, found, [(question, question.answered(found)) for question in questions.ALL])
         text = refreshed(document.read_text(encoding="utf-8"), found, f"{folder.name}/")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        print(f"fastmha study: {results} holds what no measurement of this version has found: {type(error).__name__}: {error}",
-              file=sys.stderr)
-        return 2
+        return failed(f"{results} holds what no measurement of this version has found: {type(error).__name__}: {error}")
     replace_text(document, text)
     return 0
 

@@ -25,11 +25,6 @@ class OtherStudyError(RuntimeError):
     """The folder holds a part of another study."""
 
 
-def planned(trials: Sequence[Trial]) -> tuple[int, float]:
-    """Operations of every arm once, and seconds."""
-    return sum(t.flops for t in trials), sum(t.seconds for t in trials)
-
-
 class Store:
     """The records of a study in a folder that exists and is held (`folder.held`): a line each as soon as it is measured, so that
     an interrupted study goes on. Each line ends with a checksum of itself; a file with one that is wrong is set aside, and the
@@ -100,14 +95,13 @@ class Store:
     def finish(self, order: Iterable[Trial]) -> dict[str, Any]:
         """Write the results, the records in the order of their trials, and drop the unfinished part. Trials without a record
         are named in "left_out"."""
-        order = list(order)
+        trials = {(t.question, t.label): self.records.get((t.question, t.label)) for t in order}
         found = {"format": FORMAT, **self.about, "limits": self.limits,
                  "units": {"arms": "seconds per call", "ratios": "time of the first arm over time of the second, within a round",
                            "low, high": "ends of the 95 % bootstrap interval of the median", "flops": "operations a call",
                            "limits": "operations/s of the fastest product; read: bytes/s from memory"},
-                 "left_out": [{"question": t.question, "label": t.label} for t in order
-                              if (t.question, t.label) not in self.records],
-                 "records": [self.records[t.question, t.label] for t in order if (t.question, t.label) in self.records]}
+                 "left_out": [{"question": question, "label": label} for (question, label), r in trials.items() if r is None],
+                 "records": [record for record in trials.values() if record is not None]}
         lines = [json.dumps(record, ensure_ascii=False) for record in found["records"]]
         text = json.dumps({**found, "records": []}, indent=1, ensure_ascii=False)
         body = text.replace('"records": []', '"records": [\n  ' + ",\n  ".join(lines) + "\n ]") if lines else text

@@ -7,12 +7,11 @@ projection wrote them (strided) and packed first (contiguous). Its arms have giv
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from fastmha.study import machine, memory
 from fastmha.study.answer import Table
 from fastmha.study.memory import Work
 from fastmha.study.trial import TOLERANCE, ArmsDisagreeError, agree, interleave, interval
-from fastmha.study.words import bytes_text, count_text, time_text
+from fastmha.study.words import bytes_text, count_text, failed, time_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,10 +32,6 @@ PARTS = {"projections": "projections", "attention": "attention products", "softm
 QUICK_SECONDS, FULL_SECONDS = 0.5, 2.0                  # of each pass
 PATIENCE = 20.0                                         # seconds after which a pass ends with fewer than three rounds
 JUDGED = 1_000_000                                      # counted bytes from which a measured ratio says anything
-
-
-class TooLargeError(ValueError):
-    """The layer would take too much of the free memory."""
 
 
 class Shape(NamedTuple):
@@ -65,11 +60,11 @@ def parse(text: str) -> Shape:
 
 def run(shape: Shape, num_threads: int | None, quick: bool, as_json: bool, command: str) -> int:
     """Count, measure and print. Returns the exit status: 1 if arms disagree, 2 if it cannot be done, 130 if interrupted."""
-    if not as_json and importlib.util.find_spec("rich") is None:
-        print('fastmha study needs rich: pip install "fastmha[study]"', file=sys.stderr)
-        return 2
+    needed, free = Work(*shape, "tiled", training=True).counted["total"], memory.free_bytes()
+    if free is not None and needed > memory.LARGEST_SHARE * free:
+        return failed(f"a training step of {shape} holds at least {bytes_text(needed)}, more than half of the free memory, "
+                      f"{bytes_text(free)}", sign=" --shape: ")
     try:
-        check_memory(shape)
         if as_json:
             print(json.dumps(examine(shape, num_threads, quick, command), indent=1, ensure_ascii=False))
             return 0
@@ -79,17 +74,8 @@ def run(shape: Shape, num_threads: int | None, quick: bool, as_json: bool, comma
             found = examine(shape, num_threads, quick, command, status.update)
         show(found, Console())
         return 0
-    except (TooLargeError, ArmsDisagreeError, KeyboardInterrupt) as error:
-        print(f"fastmha study --shape: {str(error) or 'interrupted'}", file=sys.stderr)
-        return 2 if isinstance(error, TooLargeError) else 1 if isinstance(error, ArmsDisagreeError) else 130
-
-
-def check_memory(shape: Shape) -> None:
-    """Raise `TooLargeError` for a layer whose training step would take more than half of the free memory."""
-    needed, free = Work(*shape, "tiled", training=True).counted["total"], memory.free_bytes()
-    if free is not None and needed > memory.LARGEST_SHARE * free:
-        raise TooLargeError(f"a training step of {shape} holds at least {bytes_text(needed)}, more than half of the free "
-                            f"memory, {bytes_text(free)}")
+    except (ArmsDisagreeError, KeyboardInterrupt) as error:
+        return failed(str(error) or "interrupted", 1 if isinstance(error, ArmsDisagreeError) else 130, " --shape: ")
 
 
 # ------------------------------------------------------------------------------------------------ what is found
@@ -102,14 +88,17 @@ def examine(shape: Shape, num_threads: int | None, quick: bool, command: str,
     limits = machine.limits(workers)
     counted = {name: {algorithm: count(Work(*shape, algorithm, training), limits) for algorithm in ALGORITHMS}
                for name, training in PASSES.items()}
-    seconds = QUICK_SECONDS if quick else FULL_SECONDS
+    module, seconds = MultiHeadAttention(shape.d_model, shape.H, rng=0), QUICK_SECONDS if quick else FULL_SECONDS
+    plans = {name: module.plan(shape.B, shape.L, backward=training) for name, training in PASSES.items()}
     found: dict[str, Any] = {
         **machine.describe(workers, command), "limits": limits,
         "shape": {"B": shape.B, "L": shape.L, "d_model": shape.d_model, "H": shape.H, "dtype": "float32"},
         "flops": {name: memory.flop_parts(*shape, training=training) for name, training in PASSES.items()},
         "crossover_length": analysis.crossover_length(shape.d_model),
         "kv_cache_bytes": analysis.kv_cache_bytes(shape.B, shape.L, shape.H, shape.d_model // shape.H),
-        "plan": plans(shape), "counted": counted, "peaks": {}, "times": {},
+        "plan": {name: {what: getattr(plan, what) for what in ("algorithm", "reasons", "layout", "layout_reason")}
+                 for name, plan in plans.items()},
+        "counted": counted, "peaks": {}, "times": {},
     }
     for work in [Work(*shape, algorithm, training) for training in PASSES.values() for algorithm in ALGORITHMS] + [
             Work(*shape, "blas", weights=True)]:
@@ -133,17 +122,6 @@ def count(work: Work, limits: Mapping[str, float]) -> dict[str, Any]:
             "bound": "arithmetic" if compute >= traffic else "memory"}
 
 
-def plans(shape: Shape) -> dict[str, Any]:
-    """What "auto" takes, and why: the algorithm of each pass, and the layout."""
-    module = MultiHeadAttention(shape.d_model, shape.H, rng=0)
-    found: dict[str, Any] = {}
-    for name, training in PASSES.items():
-        plan = module.plan(shape.B, shape.L, backward=training)
-        found[name] = {"algorithm": plan.algorithm, "reasons": plan.reasons, "layout": plan.layout,
-                       "layout_reason": plan.layout_reason}
-    return found
-
-
 def timings(shape: Shape, training: bool, num_threads: int, seconds: float) -> dict[str, dict[str, float]]:
     """Seconds of a call of each arm, "algorithm, layout", run in rounds of turning order for so many seconds, once the answers
     have been compared; at least three rounds, or as many as `PATIENCE` has room for."""
@@ -151,19 +129,17 @@ def timings(shape: Shape, training: bool, num_threads: int, seconds: float) -> d
     generator = np.random.default_rng(1)
     X, grad_output = (generator.standard_normal(shape[:3], np.float32) for _ in range(2))
 
-    def arm(algorithm: str, layout: str) -> Callable[[], dict[str, np.ndarray]]:
-        def call() -> dict[str, np.ndarray]:
-            module.algorithm, module.layout = algorithm, layout
-            out = module.forward(X, training=training, num_threads=num_threads)
-            return {"out": out, "grad_X": module.backward(grad_output, num_threads=num_threads)} if training else {"out": out}
-        return call
+    def call(algorithm: str, layout: str) -> dict[str, np.ndarray]:
+        module.algorithm, module.layout = algorithm, layout
+        out = module.forward(X, training=training, num_threads=num_threads)
+        return {"out": out, "grad_X": module.backward(grad_output, num_threads=num_threads)} if training else {"out": out}
 
     def answers(name: str) -> dict[str, np.ndarray]:
         found = arms[name]()
         # all as one: that of W_Q is 0 to rounding where there is one key
         return {**found, "gradients": np.concatenate([x.ravel() for x in module.gradients().values()])} if training else found
 
-    arms = {f"{algorithm}, {layout}": arm(algorithm, layout) for algorithm in ALGORITHMS for layout in LAYOUTS}
+    arms = {f"{algorithm}, {layout}": partial(call, algorithm, layout) for algorithm in ALGORITHMS for layout in LAYOUTS}
     (first, *others), begin = arms, time.perf_counter()
     expected = answers(first)
     for name in others:
@@ -214,21 +190,22 @@ def flops_table(found: Mapping[str, Any]) -> Table:
     total = [sum(parts.values()) for parts in passes]
     rows = [(text, *(cell for parts, whole in zip(passes, total)
                      for cell in (count_text(parts[name]), share_text(parts[name] / whole)))) for name, text in PARTS.items()]
-    rows.append(("total", *(cell for whole in total for cell in (count_text(whole), ""))))
+    rows.append(("total", count_text(total[0]), "", count_text(total[1]), ""))
     return Table("Operations, counted", ("FLOP", "forward", "", "training step", ""), rows)
 
 
 def bytes_table(found: Mapping[str, Any]) -> Table:
     columns = [(name, algorithm) for name in PASSES for algorithm in ALGORITHMS]
     cells = [found["counted"][name][algorithm] for name, algorithm in columns]
-    components = list(dict.fromkeys(name for cell in cells for name in cell["bytes"] if name != "total"))
-    rows = [(name, *(bytes_text(cell["bytes"][name]) if name in cell["bytes"] else "" for cell in cells)) for name in components]
-    rows.append(("total", *(bytes_text(cell["bytes"]["total"]) for cell in cells)))
     peaks = [found["peaks"][Work(*shape_of(found), algorithm, PASSES[name]).arm] for name, algorithm in columns]
-    rows.append(("without scores", *(bytes_text(peak["held_bytes"]) for peak in peaks)))
-    rows.append(("measured peak", *map(peak_text, peaks)))
-    rows.append(("ratio", *map(ratio_text, peaks)))
-    rows.append(("FLOP/byte", *(f"{cell['intensity']:.{'0f' if cell['intensity'] >= 100 else '3g'}}" for cell in cells)))
+    components = dict.fromkeys(name for cell in cells for name in cell["bytes"] if name != "total")
+    rows = [*((name, *(bytes_text(cell["bytes"][name]) if name in cell["bytes"] else "" for cell in cells))
+              for name in (*components, "total")),
+            ("without scores", *(bytes_text(peak["held_bytes"]) for peak in peaks)),
+            ("measured peak", *("not measured" if "missing" in peak else bytes_text(peak["peak_bytes"]) for peak in peaks)),
+            ("ratio", *("" if "missing" in peak or peak["held_bytes"] < JUDGED else
+                        f"{peak['peak_bytes'] / peak['held_bytes']:.2f}" for peak in peaks)),
+            ("FLOP/byte", *(f"{cell['intensity']:.{'0f' if cell['intensity'] >= 100 else '3g'}}" for cell in cells))]
     asked = found["peaks"]["blas, weights"]
     note = ("ratio: measured over the total without scores, which is what the library holds: blas keeps only blocks of "
             "its scores unless the weights are asked for; then its forward pass " + (
@@ -243,14 +220,6 @@ def bytes_table(found: Mapping[str, Any]) -> Table:
                  rows, note)
 
 
-def peak_text(peak: Mapping[str, Any]) -> str:
-    return "not measured" if "missing" in peak else bytes_text(peak["peak_bytes"])
-
-
-def ratio_text(peak: Mapping[str, Any]) -> str:
-    return "" if "missing" in peak or peak["held_bytes"] < JUDGED else f"{peak['peak_bytes'] / peak['held_bytes']:.2f}"
-
-
 def times_table(found: Mapping[str, Any], name: str) -> Table:
     rows = []
     for arm, times in found["times"][name].items():
@@ -259,17 +228,13 @@ def times_table(found: Mapping[str, Any], name: str) -> Table:
         rows.append((arm, time_text(times["median"]), spread, f"{times['rate'] / 1e9:.3g}", share_text(times["share_of_limit"]),
                      time_text(roof), f"{times['median'] / roof:.3g}"))
     calls = next(iter(found["times"][name].values()))["calls"]
-    last = name == list(PASSES)[-1]
+    note = ("of limit: share of the machine's operations/s. roofline: the larger of counted operations at that limit and counted "
+            "bytes (total) at the bandwidth. over: measured over roofline.")
     return Table(f"Time of a {'forward pass' if name == 'forward' else name}, median of {calls} call{'s' * (calls > 1)}",
-                 ("", "median", "", "GFLOP/s", "of limit", "roofline", "over"), rows, ROOFLINE_NOTE if last else "")
-
-
-ROOFLINE_NOTE = ("of limit: share of the machine's operations/s. roofline: the larger of counted operations at that limit and "
-                 "counted bytes (total) at the bandwidth. over: measured over roofline.")
+                 ("", "median", "", "GFLOP/s", "of limit", "roofline", "over"), rows, "" if name == "forward" else note)
 
 
 def choice_table(found: Mapping[str, Any]) -> Table:
-    """What "auto" takes, and why."""
     rows = []
     for name, plan in found["plan"].items():
         rows.append((name, plan["algorithm"], plan["reasons"][plan["algorithm"]]))

@@ -35,8 +35,6 @@ def sets_of_starts(row: int, sets: int) -> int:
     return sets // math.gcd(row // LINE, sets)
 
 
-# ---------------------------------------------------------------------------------------------- trials
-
 def _trial(kind: str, case: Case, direction: str, places: Mapping[str, Place], ratios: Sequence[tuple[str, str]], threads: int,
            seconds: float, what: str, **factors: Any) -> Trial:
     flops = case.flops(direction)
@@ -72,7 +70,6 @@ def pages(case: Case, multiple: int, threads: int, seconds: float) -> Trial:
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
-    """The trials of the quick or the full study with so many threads."""
     series = [replace(BASE, Lq=L, Lk=L, algorithm=name) for L in LENGTHS for name in ALGORITHMS]
     if quick:
         return [*(padding(case, "forward", multiple, num_threads, 0.2) for case in series for multiple in QUICK_MULTIPLES),
@@ -90,15 +87,8 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     ]
 
 
-# ---------------------------------------------------------------------------------------------- answer
-
 def _series(record: Record) -> str:
     return f"{record['factors']['algorithm']} L{record['factors']['Lq']}"
-
-
-def _variation(record: Record) -> str:
-    f = record["factors"]
-    return f"{_series(record)} H{f['H']} D{f['D']} {f['dtype']} {f['direction']} {f['threads']}T"
 
 
 def _base(records: Iterable[Record], found: Found) -> list[Record]:
@@ -160,58 +150,54 @@ def answer(records: Sequence[Record], found: Found) -> Answer | None:
         "together; counters that would tell them apart are not read. One interval in twenty leaves out 1 by chance.")
     tables = [_padding_table(base, caches), _packed_table(base), _others_table([r for r in padded if r not in base]),
               _pages_table(paged)]
-    return Answer(_short(base, paged), method, limits, [t for t in tables if t.rows])
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    base, sweeps = _base(of(records, kind="padding"), found), _base(of(records, kind="sweep"), found)
-    around = sorted({r["factors"]["around"] for r in of(records, kind="sweep")} - {0})
-    return [*_picture("strides", "The time over that of packed heads, by the stride of the rows.", [*base, *sweeps],
-                      _multiples(base), x_log2=True),
-            *(one for centre in around for one in _picture(
-                f"strides-{centre}", f"The same around {centre} bytes, in steps of a few cache lines.", of(sweeps, around=centre),
-                [centre], x_log2=False))]
+    sweeps = _base(of(records, kind="sweep"), found)
+    pictures = _picture("strides", "The time over that of packed heads, by the stride of the rows.", [*base, *sweeps],
+                        _multiples(base), x_log2=True)
+    for centre in sorted({r["factors"]["around"] for r in sweeps} - {0}):
+        pictures += _picture(f"strides-{centre}", f"The same around {centre} bytes, in steps of a few cache lines.",
+                             of(sweeps, around=centre), [centre], x_log2=False)
+    return Answer(_short(base, paged), method, limits, tables, pictures)
 
 
 def _multiples(records: Sequence[Record]) -> list[int]:
     return sorted({r["factors"]["multiple"] for r in records})
 
 
-def _cell(records: Sequence[Record], ratio: str, **factors: Any) -> str:
-    return next(map(ratio_text, ratios(of(records, **factors), ratio)), "")
+def _cells(columns: Iterable[Sequence[Record]], ratio: str, multiple: int) -> list[str]:
+    """A ratio at a multiple of 4096 bytes, "" where it was not measured."""
+    return [next(map(ratio_text, ratios(of(own, multiple=multiple), ratio)), "") for own in columns]
 
 
 def _padding_table(base: Sequence[Record], caches: Mapping[str, Mapping[str, int]]) -> Table:
     columns, known = by(base, _series), {name: caches[name]["sets"] for name in ("L1d", "L2") if name in caches}
     rows = [[str(multiple), *(f"{sets_of_starts(multiple, sets)} of {sets}" for sets in known.values()),
-             *(_cell(own, PADDING, multiple=multiple) for own in columns.values())] for multiple in _multiples(base)]
-    heading = ["row, bytes", *(f"{name} sets" for name in known), *columns]
-    return Table("What a cache line of padding gives back", heading, rows,
+             *_cells(columns.values(), PADDING, multiple)] for multiple in _multiples(base)]
+    return Table("What a cache line of padding gives back", ["row, bytes", *(f"{name} sets" for name in known), *columns], rows,
                  'Time at this stride over time at 64 bytes more; "sets": in how many of its sets the rows of a head start.')
 
 
 def _packed_table(base: Sequence[Record]) -> Table:
-    rows = [[str(multiple + step), *(_cell(own, f"{arm}/packed", multiple=multiple) for own in by(base, _series).values())]
+    columns = by(base, _series)
+    rows = [[str(multiple + step), *_cells(columns.values(), f"{arm}/packed", multiple)]
             for multiple in _multiples(base) for arm, step in (("row-64", -LINE), ("row", 0), ("row+64", LINE))]
-    return Table("Rows of a stride against packed heads", ["row, bytes", *by(base, _series)], rows,
+    return Table("Rows of a stride against packed heads", ["row, bytes", *columns], rows,
                  "Time over that of packed heads; forward, float32.")
 
 
 def _others_table(others: Sequence[Record]) -> Table:
     multiples = _multiples(others)
-    rows = [[name, *(_cell(own, PADDING, multiple=multiple) for multiple in multiples)]
-            for name, own in by(others, _variation).items()]
+    lines = by(others, lambda r: "{} H{H} D{D} {dtype} {direction} {threads}T".format(_series(r), **r["factors"]))
+    rows = [[name, *(cell for multiple in multiples for cell in _cells([own], PADDING, multiple))] for name, own in lines.items()]
     return Table("The same for other work", ["case", *map(str, multiples)], rows,
                  "Time at the stride in the heading, bytes, over time at 64 bytes more.")
 
 
 def _pages_table(paged: Sequence[Record]) -> Table:
-    columns = {**{arm: f"{arm}{SMALL_PAGES}/{arm}" for arm in ("row", "row+64", "packed")}, "row/row+64, huge": PADDING,
-               "row/row+64, 4 KiB": f"row{SMALL_PAGES}/row+64{SMALL_PAGES}"}
-    return table("4 KiB pages against huge ones", paged,
-                 {"case": lambda r: f"{_series(r)} row {r['factors']['multiple']}",
-                  **{name: ratio_of(ratio) for name, ratio in columns.items()}},
-                 "Time in 4 KiB pages over time in huge pages; right: what padding gives back in either.")
+    return table("4 KiB pages against huge ones", paged, {
+        "case": lambda r: f"{_series(r)} row {r['factors']['multiple']}",
+        **{arm: ratio_of(f"{arm}{SMALL_PAGES}/{arm}") for arm in ("row", "row+64", "packed")},
+        "row/row+64, huge": ratio_of(PADDING), "row/row+64, 4 KiB": ratio_of(f"row{SMALL_PAGES}/row+64{SMALL_PAGES}")},
+        "Time in 4 KiB pages over time in huge pages; right: what padding gives back in either.")
 
 
 def _picture(name: str, caption: str, records: Iterable[Record], marks: Sequence[int], x_log2: bool) -> list[Picture]:
@@ -234,4 +220,4 @@ def _picture(name: str, caption: str, records: Iterable[Record], marks: Sequence
 QUESTION = Question(
     NAME, "Power-of-two strides and padding",
     "Where do cache sets and TLB pages alias when the rows of the heads lie a multiple of 4096 bytes apart, and how much does "
-    "padding the row by one cache line give back?", trials, answer, pictures)
+    "padding the row by one cache line give back?", trials, answer)

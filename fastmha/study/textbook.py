@@ -29,11 +29,11 @@ QUICK_SECONDS, FULL_SECONDS = 0.35, 1.0     # a trial
 LOOP, COPY = 2.0, 1.25                      # over copy and product: from here on a loop of NumPy's own, up to here a copy
 REST = 0.15                                 # seconds before each call where NumPy's BLAS cannot be held at one thread
 FUSED, INTERLEAVED = "fused", "interleaved"
-ARMS = {"scores": ("strided", "contiguous", "packed", "copy"), "merge": ("merged", "in place", "product", "merge copy")}
-ARMS["output"] = ARMS["scores"]
-RATIOS = {"scores": (("strided", "contiguous"), ("strided", "packed"), ("copy", "contiguous")),
-          "merge": (("in place", "merged"), ("in place", "product"), ("merge copy", "merged"))}
-RATIOS["output"] = RATIOS["scores"]
+ARMS = {**dict.fromkeys(("scores", "output"), ("strided", "contiguous", "packed", "copy")),
+        "merge": ("merged", "in place", "product", "merge copy")}
+RATIOS = {
+    **dict.fromkeys(("scores", "output"), (("strided", "contiguous"), ("strided", "packed"), ("copy", "contiguous"))),
+    "merge": (("in place", "merged"), ("in place", "product"), ("merge copy", "merged"))}
 FORMULAS = {"scores": "q @ k.swapaxes(-1, -2)", "output": "weights @ v", "merge": "weights @ v as (B, L, H·D)"}
 
 
@@ -86,42 +86,38 @@ def weights_of(case: Case, seed: int = 1) -> np.ndarray:
 def arms(case: Case, what: str, layout: str) -> tuple[Arms, dict[str, Callable[[], np.ndarray]]]:
     """What is timed, by name, and what of it to compare."""
     q, k, v = split(case, layout)
-    if what == "scores":
-        operands: tuple[np.ndarray, ...] = q, k
-        out = np.empty((case.B, case.H, case.Lq, case.Lq), case.dtype)
+    weights = np.empty(0) if what == "scores" else weights_of(case)
+    out = np.empty((case.B, case.H, case.Lq, case.Lq if what == "scores" else case.D), case.dtype)
 
-        def product(*heads: np.ndarray) -> np.ndarray:
-            return np.matmul(heads[0], heads[1].swapaxes(-1, -2), out=out)
-    else:
-        operands = v,
-        weights, out = weights_of(case), np.empty((case.B, case.H, case.Lq, case.D), case.dtype)
+    def scores(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        return np.matmul(q, k.swapaxes(-1, -2), out=out)
 
-        def product(*heads: np.ndarray) -> np.ndarray:
-            return np.matmul(weights, heads[0], out=out)
+    def product(v: np.ndarray) -> np.ndarray:
+        return np.matmul(weights, v, out=out)
 
     if what == "merge":
         merged = np.empty((case.B, case.Lq, case.H * case.D), case.dtype)
         heads_of_merged = side_by_side(merged, (case.H,), case.D)[0]
 
-        def merge() -> np.ndarray:
-            return out.transpose(0, 2, 1, 3).reshape(merged.shape)
+        def merge(heads: np.ndarray) -> np.ndarray:
+            return heads.transpose(0, 2, 1, 3).reshape(merged.shape)
 
         def in_place() -> np.ndarray:
             np.matmul(weights, v, out=heads_of_merged)
             return merged
 
-        def product_and_merge() -> np.ndarray:
-            product(v)
-            return merge()
+        products = {"merged": lambda: merge(product(v)), "in place": in_place}
+        return {**products, "product": lambda: product(v), "merge copy": lambda: merge(out)}, products
 
-        return ({"merged": product_and_merge, "in place": in_place, "product": lambda: product(v), "merge copy": merge},
-                {"merged": product_and_merge, "in place": in_place})
+    operands = (q, k) if what == "scores" else (v,)
+    multiply: Callable[..., np.ndarray] = scores if what == "scores" else product
 
     def copy() -> list[np.ndarray]:
         return [np.ascontiguousarray(x) for x in operands]
 
     before = copy()
-    products = {"strided": lambda: product(*operands), "contiguous": lambda: product(*copy()), "packed": lambda: product(*before)}
+    products = {"strided": lambda: multiply(*operands), "contiguous": lambda: multiply(*copy()),
+                "packed": lambda: multiply(*before)}
     return {**products, "copy": copy}, products
 
 
@@ -143,10 +139,10 @@ def trial(case: Case, what: str, layout: str, seconds: float) -> Trial:
 
     if blas_threads() is None:
         seconds = max(seconds, LEAST_ROUNDS * len(ARMS[what]) * REST)
-    label = f"{layout} {case.shape} f{8 * case.itemsize} {what}"
     weights = case.B * case.H * case.Lq * case.Lk * case.itemsize
     least = {"product 1T": 3 * LEAST_CALLS * flops * case.itemsize / 4, "fresh": 3 * weights}
-    return Trial(NAME, label, {**asdict(case), "what": what, "layout": layout}, measure, seconds, 3 * flops, least)
+    return Trial(NAME, f"{layout} {case.label} {what}", {**asdict(case), "what": what, "layout": layout}, measure, seconds,
+                 3 * flops, least)
 
 
 def trials(quick: bool, num_threads: int) -> list[Trial]:
@@ -165,13 +161,10 @@ def trials(quick: bool, num_threads: int) -> list[Trial]:
     return found + [trial(case, what, INTERLEAVED, seconds) for case in small for what in ("scores", "output")]
 
 
-# -------------------------------------------------------------------------------------------------- answer
-
 def answer(records: Sequence[Record], found: Found) -> Answer:
-    """What NumPy does with strided heads, and what of its time are copies."""
-    fused, interleaved, merges = _fused(records), of(records, layout=INTERLEAVED), of(records, what="merge")
+    interleaved, merges = of(records, layout=INTERLEAVED), of(records, what="merge")
+    fused = [r for r in of(records, layout=FUSED) if r not in merges]
     held = all(r["one_blas_thread"] for r in records)
-    short = " ".join(filter(None, (_fused_sentence(fused), _interleaved_sentence(interleaved), _merge_sentence(merges))))
     method = ("`np.matmul` with out= into memory that is there before, on random heads split from one buffer (B, L, 3·H·D): "
               "views (B, H, L, D) whose elements lie side by side (fused) or H apart (interleaved: reshape(B, L, D, H)). The "
               "arms were checked to agree, then run in turn. "
@@ -183,23 +176,11 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
                  if held else ""))
     tables = [_table(fused + interleaved, "scores", "Products on strided heads and on copied ones"),
               _table(merges, "merge", "The output as (B, L, H·D)")]
-    return Answer(short, method, limits.strip(), [t for t in tables if t.rows])
-
-
-def pictures(records: Sequence[Record], found: Found) -> list[Picture]:
-    bars = [bar for r in _fused(records) for bar in _bars(r)]
+    bars = [bar for r in fused for bar in _bars(r)]
     picture = Picture("numpy", "Time of NumPy's product on strided heads, and on heads that it copies first, by its parts.",
                       "stacked_bars", {"title": "NumPy: strided heads against heads copied first", "bars": bars,
                                        "x": "time over that of the product on heads packed before", "reference": 1.0})
-    return [picture] if bars else []
-
-
-def _fused(records: Sequence[Record]) -> list[Record]:
-    return [r for r in of(records, layout=FUSED) if r["factors"]["what"] != "merge"]
-
-
-def _count(number: int, records: Sequence[Record]) -> str:
-    return f"{number} of {len(records)} products"
+    return Answer(_short(fused, interleaved, merges), method, limits.strip(), tables, [picture] if bars else [])
 
 
 def _means(records: Sequence[Record], ratio: str) -> str:
@@ -208,39 +189,32 @@ def _means(records: Sequence[Record], ratio: str) -> str:
     return f"{geomean(values):.2f}" + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else "")
 
 
-def _fused_sentence(records: Sequence[Record]) -> str:
-    if not records:
-        return ""
-    slower, faster = sides(ratios(records, "strided/contiguous"))
-    return (f"Heads of a fused projection: np.matmul on the views is faster than copying first in {_count(faster, records)} and "
-            f"slower in {slower}; it takes {_means(records, 'strided/contiguous')} of that time, and "
-            f"{_means(records, 'strided/packed')} of the time on heads packed before (geometric mean, extremes). The copy is "
-            f"{_means(records, 'copy/contiguous')} of the time of copying and multiplying.")
+def _short(fused: Sequence[Record], interleaved: Sequence[Record], merges: Sequence[Record]) -> str:
+    said = []
+    if fused:
+        slower, faster = sides(ratios(fused, "strided/contiguous"))
+        said.append(f"Heads of a fused projection: np.matmul on the views is faster than copying first in {faster} of "
+                    f"{len(fused)} products and slower in {slower}; it takes {_means(fused, 'strided/contiguous')} of that time, "
+                    f"and {_means(fused, 'strided/packed')} of the time on heads packed before (geometric mean, extremes). "
+                    f"The copy is {_means(fused, 'copy/contiguous')} of the time of copying and multiplying.")
+    if interleaved:
+        groups = sorted(by(interleaved, _verdict).items(), key=lambda group: (not group[0], "itself" in group[0]))
+        parts = [f"in {len(group)} of {len(interleaved)} products np.matmul takes {_means(group, 'strided/packed')} times as "
+                 f"long as on packed ones and {_means(group, 'strided/contiguous')} times as long as copying and multiplying, of "
+                 f"which the copy is {_means(group, 'copy/contiguous')}{verdict}" for verdict, group in groups]
+        said.append(f"Heads interleaved element by element, which BLAS cannot take: {'; '.join(parts)}.")
+    if merges:
+        said.append(f"Merging the heads of the output by transpose and reshape is {_means(merges, 'merge copy/merged')} of the "
+                    "time of product and merge; writing into a view of the merged array instead takes "
+                    f"{_means(merges, 'in place/merged')} of it, and {_means(merges, 'in place/product')} of the product alone.")
+    return " ".join(said)
 
 
-def _interleaved_sentence(records: Sequence[Record]) -> str:
+def _verdict(record: Record) -> str:
     """Whether NumPy copies what BLAS cannot take, or multiplies in a loop of its own."""
-    if not records:
-        return ""
-    def kind(record: Record) -> str:
-        over = record["ratios"]["strided/contiguous"]
-        return (": the loss is not a copy but a loop of NumPy's own in place of BLAS" if over["low"] > LOOP else
-                ": NumPy makes that copy itself, and its loss is no more" if over["high"] < COPY else "")
-
-    groups = sorted(by(records, kind).items(), key=lambda group: (not group[0], "itself" in group[0]))
-    parts = [f"in {_count(len(group), records)} np.matmul takes {_means(group, 'strided/packed')} times as long as on packed "
-             f"ones and {_means(group, 'strided/contiguous')} times as long as copying and multiplying, of which the copy is "
-             f"{_means(group, 'copy/contiguous')}{verdict}"
-             for verdict, group in groups]
-    return f"Heads interleaved element by element, which BLAS cannot take: {'; '.join(parts)}."
-
-
-def _merge_sentence(records: Sequence[Record]) -> str:
-    if not records:
-        return ""
-    return (f"Merging the heads of the output by transpose and reshape is {_means(records, 'merge copy/merged')} of the time of "
-            f"product and merge; writing into a view of the merged array instead takes {_means(records, 'in place/merged')} of "
-            f"it, and {_means(records, 'in place/product')} of the product alone.")
+    over = record["ratios"]["strided/contiguous"]
+    return (": the loss is not a copy but a loop of NumPy's own in place of BLAS" if over["low"] > LOOP else
+            ": NumPy makes that copy itself, and its loss is no more" if over["high"] < COPY else "")
 
 
 def _table(records: Sequence[Record], what: str, title: str) -> Table:
@@ -256,16 +230,16 @@ def _table(records: Sequence[Record], what: str, title: str) -> Table:
 def _bars(record: Record) -> list[dict[str, Any]]:
     """A product on strided heads, and one that copies first in its parts, over the time on packed heads."""
     unit = record["arms"]["packed"]["median"]
-    strided, whole, copy = ({key: record["arms"][name][key] / unit for key in ("median", "low", "high")}
-                            for name in ("strided", "contiguous", "copy"))
-    parts = {"strided": [{"name": "product", "value": strided["median"]}],
-             "contiguous": [{"name": "product", "value": max(0.0, whole["median"] - copy["median"])},
-                            {"name": "copy", "value": copy["median"]}]}
-    return [{"label": name, "group": record["label"].removeprefix(f"{FUSED} "), "parts": parts[name], "low": ends["low"],
-             "high": ends["high"]} for name, ends in (("strided", strided), ("contiguous", whole))]
+    over = {name: {key: record["arms"][name][key] / unit for key in ("median", "low", "high")} for name in ARMS["scores"]}
+    copy = over["copy"]["median"]
+    parts = {"strided": {"product": over["strided"]["median"]},
+             "contiguous": {"product": max(0.0, over["contiguous"]["median"] - copy), "copy": copy}}
+    return [{"label": arm, "group": record["label"].removeprefix(f"{FUSED} "),
+             "parts": [{"name": name, "value": value} for name, value in own.items()],
+             "low": over[arm]["low"], "high": over[arm]["high"]} for arm, own in parts.items()]
 
 
 QUESTION = Question(
     NAME, "NumPy's own products",
     "np.matmul on strided heads against heads made contiguous first, as the textbook advises: which is faster, and how much of "
-    "the loss is the copy?", trials, answer, pictures)
+    "the loss is the copy?", trials, answer)

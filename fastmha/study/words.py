@@ -1,7 +1,8 @@
-"""Numbers in sentences and tables. A ratio is an interval: {"median", "low", "high"}."""
+"""Numbers in sentences and tables, and the sentence of a failure. A ratio is an interval: {"median", "low", "high"}."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,12 +51,10 @@ def count_text(number: float) -> str:
 
 
 def ratio_of(ratio: str) -> Callable[[Record], str]:
-    """For a column of a table: a ratio of each record."""
     return lambda record: ratio_text(record["ratios"][ratio])
 
 
 def time_of(arm: str) -> Callable[[Record], str]:
-    """The median time of an arm."""
     return lambda record: time_text(record["arms"][arm]["median"])
 
 
@@ -76,7 +75,6 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def mean_text(ratios: Iterable[Ratio]) -> str:
-    """The geometric mean of ratios."""
     return f"{geomean(r['median'] for r in ratios):.2f}"
 
 
@@ -89,3 +87,9 @@ def times_text(ratios: Iterable[Ratio]) -> str:
     medians, (longer, shorter) = [r["median"] for r in each], sides(each)
     return (f"{mean_text(each)} ({min(medians):.2f} to {max(medians):.2f}; longer in {longer}, shorter in {shorter} of "
             f"{len(each)} cases)")
+
+
+def failed(sentence: str, status: int = 2, sign: str = ": ") -> int:
+    """Say why the study ends, and return its exit status."""
+    print(f"fastmha study{sign}{sentence}", file=sys.stderr)
+    return status

@@ -43,7 +43,7 @@ from fastmha.study.trial import Trial
 seconds, count, out = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 fake = Question("fake", "Title", "Is it?", lambda quick, threads: [
     Trial("fake", str(n), {}, lambda _: time.sleep(seconds) or {"by": os.getpid()}, seconds) for n in range(count)],
-    lambda records, found: None, None)
+    lambda records, found: None)
 questions.ALL, questions.NAMES = (fake,), ("fake",)
 machine.limits = lambda threads: {"float32": 2e11, "float64": 1e11, "read": 2e10}
 pace.calibrated = lambda *a: {"process": 0.1, "picture": 0.1}
@@ -282,7 +282,8 @@ def test_report_and_pictures_are_replaced_whole(tmp_path, monkeypatch):
     runner.Store(tmp_path, ABOUT).finish([])
     found = {**runner.read(tmp_path / "results.json"), "limits": LIMITS}
     report.write(tmp_path, found, [], None)
-    plots.lines(tmp_path / "picture.png", found, title="t", x="x", y="y", panels=[{"title": "p", "series": []}])
+    panel = {"title": "p", "series": [{"name": "s", "x": [1], "y": [1]}]}
+    plots.lines(tmp_path / "picture.png", found, title="t", x="x", y="y", panels=[panel])
     assert replaced == ["unfinished.jsonl", "results.json", "report.html", "report.md", "picture.png"]
 
 

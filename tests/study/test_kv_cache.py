@@ -6,9 +6,9 @@ from support import assert_drawable
 
 import fastmha
 from fastmha.study import kv_cache, questions, trial
-from fastmha.study.kv_cache import Shape
+from fastmha.study.kv_cache import layers, shape
 
-SMALL = Shape(2, 4, 2, 8, 40)
+SMALL = shape(2, 4, 2, 8, 40)
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def ratio(median, half=0.01):
 
 def record(work, Lk, each=1e-3, threads=2, **times):
     """What a trial would have found; `times`: the ratio of the layouts by kind of work."""
-    found = kv_cache.trial(work, Shape(1, 8, 2, 64, Lk), threads, 0)
+    found = kv_cache.trial(work, shape(1, 8, 2, 64, Lk), threads, 0)
     kinds = ("decode", "step") if work == "decode" else (work,)
     arms = ("KVCache.append", *(f"{name} {kind}" for name in kv_cache.LAYOUTS for kind in kinds))
     return {"question": kv_cache.NAME, "label": found.label, "factors": found.factors, "calls": 4, "bytes": 2**20,
@@ -37,7 +37,7 @@ def answer(*records, threads=2):
 
 def test_the_layouts_hold_the_same_where_they_should():
     k, v = np.random.default_rng(0).standard_normal((2, 2, 3, 50, 8), np.float32)
-    cache, *heads = kv_cache.head_major(Shape(2, 3, 3, 8, 40), k, v)
+    cache, *heads = kv_cache.head_major(shape(2, 3, 3, 8, 40), k, v)
     assert (cache.length, cache.capacity) == (40, 50)
     assert all(x.flags.c_contiguous and np.array_equal(x, y) for x, y in zip(heads, (k, v)))
     heads[0][0, 0, 7] = 5
@@ -107,23 +107,24 @@ def test_layouts_that_hold_different_numbers_are_refused(monkeypatch, work, what
 
 
 def test_layers_hold_what_a_turn_needs_and_no_more_than_memory_allows():
-    assert Shape(1, 32, 8, 128, 2048).layers == 4
-    assert Shape(1, 8, 2, 64, 512).layers == 128
-    assert Shape(1, 8, 2, 64, 64).layers == kv_cache.MOST_LAYERS
-    assert Shape(1, 32, 32, 128, 16384).layers == 1
+    assert layers(shape(1, 32, 8, 128, 2048)) == 4
+    assert layers(shape(1, 8, 2, 64, 512)) == 128
+    assert layers(shape(1, 8, 2, 64, 64)) == kv_cache.MOST_LAYERS
+    assert layers(shape(1, 32, 32, 128, 16384)) == 1
     for quick in (True, False):
         for t in kv_cache.trials(quick, 2):
             f = t.factors
-            shape = Shape(f["B"], f["H"], f["Hkv"], f["D"], f["Lk"])
-            assert shape.layer_bytes <= kv_cache.LARGEST_LAYER or f["kind"] != "decode"
-            assert shape.layer_bytes * shape.layers <= max(kv_cache.TURN_BYTES + shape.layer_bytes, kv_cache.LARGEST_LAYER)
+            case = shape(f["B"], f["H"], f["Hkv"], f["D"], f["Lk"])
+            layer_bytes = case.packed_bytes("forward")
+            assert layer_bytes <= kv_cache.LARGEST_LAYER or f["kind"] != "decode"
+            assert layer_bytes * layers(case) <= max(kv_cache.TURN_BYTES + layer_bytes, kv_cache.LARGEST_LAYER)
 
 
 def test_flops_are_those_of_the_plan():
-    shape = Shape(2, 8, 2, 16, 70)
+    case = shape(2, 8, 2, 16, 70)
     q, k = np.zeros((2, 8, 1, 16), np.float32), np.zeros((2, 2, 70, 16), np.float32)
-    assert fastmha.plan(q, k, k).flops == shape.flops
-    assert 2 * k.nbytes == shape.layer_bytes
+    assert fastmha.plan(q, k, k).flops == case.flops("forward")
+    assert 2 * k.nbytes == case.packed_bytes("forward")
 
 
 def test_the_trials_are_named_once_and_fit_their_time():
@@ -162,7 +163,7 @@ def test_there_is_no_answer_without_records():
 @pytest.mark.usefixtures("_few_layers")
 def test_answers_of_measured_trials_are_whole():
     shapes = ((40, 2), (20, 2), (20, 1))
-    records = [kv_cache.trial("decode", Shape(2, 4, 2, 8, Lk), threads, 0).record() for Lk, threads in shapes]
+    records = [kv_cache.trial("decode", shape(2, 4, 2, 8, Lk), threads, 0).record() for Lk, threads in shapes]
     records += [kv_cache.trial(work, SMALL, 1, 0).record() for work in ("append", "chunk")]
     assert [r["calls"] for r in records] == [2, 2, 2, 2 * kv_cache.TOKENS, 2]
     found = answer(*records)

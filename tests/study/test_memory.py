@@ -90,7 +90,6 @@ def test_blas_keeps_no_score_matrices_that_nobody_asked_for():
 
 def test_later_calls_are_timed_without_the_first(monkeypatch):
     clock = iter(np.cumsum([0, 9, 0] + [0, 1, 0] * 10).tolist())      # before a call, behind it, and the look at the end
-    monkeypatch.setattr(memory, "warm_up", lambda work, num_threads: None)
     monkeypatch.setattr(memory.time, "perf_counter", lambda: next(clock))
     found = memory.work_here(Work(1, 4, 8, 2, "tiled"), 1, 3.5)
     assert found["seconds"]["median"] == 1
@@ -115,7 +114,6 @@ def test_work_whose_process_fails_is_missing_and_says_why(monkeypatch, status, s
 
 
 def test_where_no_peak_is_told_the_work_is_missing(monkeypatch):
-    monkeypatch.setattr(memory, "warm_up", lambda work, num_threads: None)
     monkeypatch.setattr(memory, "resident", lambda name: (_ for _ in ()).throw(OSError))
     monkeypatch.setitem(sys.modules, "resource", None)
     assert "does not tell" in memory.work_here(Work(1, 8, 8, 1, "tiled"), 1, 0)["missing"]

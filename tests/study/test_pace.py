@@ -285,7 +285,7 @@ def test_a_warm_up_ends_with_the_first_call_that_is_long(took, expected, monkeyp
 def command_with(monkeypatch, tmp_path):
     """Runs `fastmha study --quick` with the trials of a question on a clock of its own; returns results and what was printed."""
     def run(trials, costs, limit, capsys):
-        fake = Question("q", "Title", "Is it?", lambda quick, threads: trials, lambda records, found: None, None)
+        fake = Question("q", "Title", "Is it?", lambda quick, threads: trials, lambda records, found: None)
         monkeypatch.setattr(questions, "ALL", (fake,))
         monkeypatch.setattr(questions, "NAMES", ("q",))
         monkeypatch.setattr(machine, "limits", lambda threads: {"float32": 2e11, "float64": 1e11, "read": 2e10})

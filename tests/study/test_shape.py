@@ -119,7 +119,7 @@ def test_arms_that_disagree_end_with_status_1(at_once, monkeypatch, capsys):
 
 
 def test_without_rich_tables_are_refused_and_json_works(at_once, monkeypatch, capsys):
-    monkeypatch.setattr(shape.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run("1,4,8,2") == 2
     assert capsys.readouterr().err == 'fastmha study needs rich: pip install "fastmha[study]"\n'
     assert run("1,4,8,2", "--json") == 0
