@@ -36,7 +36,7 @@ from findings import Finding, Floor, Table, agree, best_times, options_of, repea
 
 import fastmha
 from fastmha import _core, reference, validate
-from fastmha.algorithms import DECODE_ROWS_MAX, blas_rows, product_by_blas, product_slices
+from fastmha.algorithms import DECODE_ROWS_MAX, blas_rows, own_slices, product_by_blas, product_slices
 from fastmha.planning import choose
 from fastmha.study.__main__ import positive
 from fastmha.study.cases import DIRECTIONS, Case, case
@@ -594,10 +594,9 @@ def core_attention(problem: _core.Problem, out: np.ndarray, lse: np.ndarray | No
 
 def core_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int) -> Callable[[], None]:
     """The compiled call of one projection, and nothing else."""
-    slices = product_slices(*out.shape)
     if product_by_blas(out.shape[0]):
-        return lambda: _core.matmul(a, b, out, False, False, 1.0, 0.0, None, slices, threads)
-    return lambda: _core.matmul_tiled(a, b, out, False, False, None, slices, threads)
+        return lambda: _core.matmul(a, b, out, False, False, 1.0, 0.0, None, product_slices(*out.shape), threads)
+    return lambda: _core.matmul_tiled(a, b, out, False, False, None, own_slices(*out.shape, len(b), threads), threads)
 
 
 def problem_of(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> _core.Problem:

@@ -20,6 +20,7 @@ _MINIMUM_ROWS = 8
 _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
+_SLICE_TERMS = 2**30            # multiply-adds of a slice: some tens of milliseconds
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
@@ -186,10 +187,20 @@ def for_weights(algorithm: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- products
 
 def product_slices(m: int, n: int) -> tuple[int, int]:
-    """(rows, columns) of the slices in which the pool takes a product with a result (m, n): by the sizes alone."""
+    """(rows, columns) of the slices in which the pool takes a product with a result (m, n) by BLAS, whose bits may depend on them:
+    by the sizes alone."""
     rows = m if m <= 256 else 256
     columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * _core.PANEL_COLUMNS)
     return max(1, rows), max(1, columns)
+
+
+def own_slices(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
+    """The same by the kernels' own product, whose bits do not: a block of a serves as many columns as leave every thread some
+    slices and an interrupt within reach."""
+    rows = max(1, min(m, 256))
+    parts = 1 if threads == 1 else -(-4 * threads * rows // m) if m else 1
+    columns = min(-(-n // parts), _SLICE_TERMS // (rows * max(1, k)))
+    return rows, n if columns >= n > 0 else max(256, -(-columns // _core.PANEL_COLUMNS) * _core.PANEL_COLUMNS)
 
 
 def product_by_blas(m: int) -> bool:
@@ -205,7 +216,8 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
     m = len(a) if out.ndim == 4 else len(out)
     if blas or product_by_blas(m):
-        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, _slices(out), threads)
+        slices = _head_slices(out) if out.ndim == 4 else product_slices(*out.shape)
+        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:
         own_product(a, b, out, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, packed=packed)
 
@@ -215,22 +227,25 @@ def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: i
                 residual: np.ndarray | None = None) -> None:
     """out := activation(op(a) @ op(b) + bias) + residual by the kernels' own product, else as `product`; b may be None where it
     is packed, and out heads where there is no residual."""
-    if out.ndim == 4 and out.shape[3] % _core.PANEL_COLUMNS:
-        packed = None
-    _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, _slices(out), threads, packed, activation, residual)
-
-
-def _slices(out: np.ndarray) -> tuple[int, int]:
-    """(rows, columns) of the slices of a product with this result: a matrix, or heads (B, heads, L, width)."""
     if out.ndim == 4:
-        return max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3]
-    m, n = out.shape
-    return (m, n) if 0 < m <= 256 and 0 < n <= 256 else product_slices(m, n)
+        slices = _head_slices(out)
+        packed = None if out.shape[3] % _core.PANEL_COLUMNS else packed
+    else:
+        slices = own_slices(*out.shape, a.shape[0 if trans_a else 1], threads)
+    _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, slices, threads, packed, activation, residual)
+
+
+def _head_slices(out: np.ndarray) -> tuple[int, int]:
+    """(rows, columns) of the slices of a product whose result is heads (B, heads, L, width): of one head each."""
+    return max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3]
 
 
 def packed_weights(b: np.ndarray) -> np.ndarray:
     """A copy of b (K, N) in the order in which the kernels' own product reads it."""
-    lanes = _core.selected_isa()[1] // b.itemsize
-    packed = np.empty(b.shape[0] * (-(-b.shape[1] // lanes) * lanes), b.dtype)
+    vector = _core.selected_isa()[1]
+    lanes = vector // b.itemsize
+    memory = np.empty(b.shape[0] * (-(-b.shape[1] // lanes) * lanes) + lanes, b.dtype)
+    start = -memory.ctypes.data % vector // b.itemsize      # a vector that begins in one cache line and ends in the next costs two
+    packed = memory[start:memory.size - lanes + start]
     _core.pack_weights(b, packed)
     return packed

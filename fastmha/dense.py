@@ -238,8 +238,8 @@ def _weights(W: Any) -> np.ndarray:
 
 
 def _where_it_lies(W: np.ndarray | PackedWeights) -> tuple[np.ndarray | None, bool, np.ndarray | None]:
-    """W as the product takes it, a copy where it lies neither as it is nor as its transpose; whether that is its transpose; what is
-    packed."""
+    """W as the product takes it, a copy where it lies neither as it is nor as its transpose; whether that is its transpose; what
+    is packed."""
     if isinstance(W, PackedWeights):
         return None, False, W.memory
     if _core.in_place(W) and _in_rows(W):

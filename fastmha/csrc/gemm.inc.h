@@ -1,9 +1,11 @@
 /* Products of matrices for the projections, on the register tile of product.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
- * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes), a only if transposed.
- * Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is computed in. */
+ * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes); a is copied where enough panels
+ * follow, because its rows may lie a page apart, or so that they share a part of each cache. Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is computed in. */
 
 #define GEMM_DEPTH 256      /* K of a block: a packed panel stays in the first two caches */
-#define GEMM_ROWS 256       /* rows of a block: what a transposed a is packed for */
+#define GEMM_ROWS 256       /* rows of a block: its part of a stays in the second cache */
+#define GEMM_SERVED (8 * PANEL)     /* columns from which on a copy of a block of a pays */
+#define GEMM_AHEAD 8        /* rows of b that are fetched before they are packed: no CPU guesses such strides */
 #define PANEL (MICRO_VECTORS * LANES)
 _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product start with a panel");
 
@@ -11,17 +13,18 @@ _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product star
 #define FEW_DEPTH 8
 #define FEW_COLUMNS 1024
 
-/* Scratch of a product: a panel of b (depth, columns), a transposed a (depth, rows), sums (rows, columns) of a panel with a
+/* Scratch of a product: a panel of b (depth, columns), a block of a, (depth, rows) if transposed, else with rows a cache line longer
+ * than depth, sums (rows, columns) of a panel with a
  * ragged edge; where a has few rows, a part of their sums alone. */
 typedef struct {
-    REAL *panel, *columns_of_a, *edge, *part;
+    REAL *panel, *block_of_a, *edge, *part;
 } FMHA_NAME(gemm_memory);
 
 static ptrdiff_t FMHA_NAME(gemm_layout)(REAL *memory, FMHA_NAME(gemm_memory) *m)
 {
     ptrdiff_t used = 0, few = 0;
     m->panel = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * PANEL);
-    m->columns_of_a = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * GEMM_ROWS);
+    m->block_of_a = FMHA_NAME(take)(memory, &used, (GEMM_DEPTH + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) * GEMM_ROWS);
     m->edge = FMHA_NAME(take)(memory, &used, GEMM_ROWS * PANEL);
     m->part = FMHA_NAME(take)(memory, &few, FEW_ROWS * FEW_COLUMNS);
     return used > few ? used : few;
@@ -40,7 +43,10 @@ static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t col
     if (!transposed) {
         for (ptrdiff_t k = 0; k < depth; k++) {
             ptrdiff_t n = 0;
-            for (; n + LANES <= columns; n += LANES) v_store(packed + k * whole + n, v_load(b + k * ldb + n));
+            for (; n + LANES <= columns; n += LANES) {
+                if (k + GEMM_AHEAD < depth) v_prefetch(b + (k + GEMM_AHEAD) * ldb + n);
+                v_store(packed + k * whole + n, v_load(b + k * ldb + n));
+            }
             if (n < columns) v_store(packed + k * whole + n, FMHA_NAME(load_part)(b + k * ldb + n, columns - n, 0));
         }
         return;
@@ -169,7 +175,7 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
     const REAL *a0 = a_, *b0 = b_;
     FMHA_NAME(gemm_memory) memory;
     FMHA_NAME(gemm_layout)(scratch, &memory);
-    REAL *c0 = c_, *panel = memory.panel, *columns_of_a = memory.columns_of_a, *edge = memory.edge;
+    REAL *c0 = c_, *panel = memory.panel, *block_of_a = memory.block_of_a, *edge = memory.edge;
     if (K == 0) {
         for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
@@ -185,10 +191,14 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
             ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda, a_step = 1;
             const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
             if (trans_a) {
-                for (ptrdiff_t k = 0; k < depth; k++) memcpy(columns_of_a + k * rows, a + k * lda, (size_t)rows * sizeof(REAL));
-                a = columns_of_a;
+                for (ptrdiff_t k = 0; k < depth; k++) memcpy(block_of_a + k * rows, a + k * lda, (size_t)rows * sizeof(REAL));
+                a = block_of_a;
                 a_row = 1;
                 a_step = rows;
+            } else if (N >= GEMM_SERVED) {
+                a_row = depth + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL);
+                for (ptrdiff_t m = 0; m < rows; m++) memcpy(block_of_a + m * a_row, a + m * lda, (size_t)depth * sizeof(REAL));
+                a = block_of_a;
             }
             for (ptrdiff_t n0 = 0; n0 < N; n0 += PANEL) {
                 ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
@@ -199,8 +209,9 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
                 /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                 REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                 ptrdiff_t ld_to = whole == columns ? ldc : ld;
-                if (k0 == 0 || to == edge) PRODUCT(FMHA_SET, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
-                else PRODUCT(FMHA_ADD, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
+                if (k0 == 0 || to == edge)
+                    PRODUCT(FMHA_SET | FMHA_FETCH, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
+                else PRODUCT(FMHA_ADD | FMHA_FETCH, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
                 if (to == edge)
                     for (ptrdiff_t m = 0; m < rows; m++)
                         for (ptrdiff_t n = 0; n < columns; n++) {

@@ -16,7 +16,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
-        for (int v = 0; v < nv; v++) sum[r][v] = v_splat(0);
+        for (int v = 0; v < nv; v++) {
+            sum[r][v] = v_splat(0);
+            if (init & FMHA_FETCH) v_prefetch(c + r * ldc + v * LANES);
+        }
     for (ptrdiff_t k = 0; k < depth; k++) {
         VEC row[MICRO_VECTORS];
 #pragma GCC unroll 12
@@ -35,8 +38,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
             REAL *to = c + r * ldc + v * LANES;
-            if (init == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
-            if (init == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
+            if ((init & ~FMHA_FETCH) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
+            if ((init & ~FMHA_FETCH) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
             v_store(to, sum[r][v]);
         }
 }

@@ -14,7 +14,7 @@ from support import Guard, assert_same, bits, dtypes, guards, padded, same_bits
 
 import fastmha
 from fastmha import _core, algorithms
-from fastmha.algorithms import product_by_blas, product_slices
+from fastmha.algorithms import own_slices, product_by_blas
 
 ROWS = (*range(1, 41), 64, 257, 300)
 DEPTHS = (1, 7, 255, 256, 257, 600)
@@ -32,7 +32,7 @@ def own(a, b, n, bias=None, packed=None, threads=1, slices=None, trans_a=False):
     m = a.shape[1] if trans_a else a.shape[0]
     around = np.full((m + 2, n + 3), np.nan, a.dtype)
     c = around[1:-1, 1:-2]
-    _core.matmul_tiled(a, b, c, trans_a, False, bias, slices or product_slices(m, n), threads, packed)
+    _core.matmul_tiled(a, b, c, trans_a, False, bias, slices or own_slices(m, n, len(a if trans_a else a.T), threads), threads, packed)
     result = c.copy()
     c[...] = np.nan
     assert np.isnan(around).all()
