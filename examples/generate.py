@@ -68,13 +68,13 @@ class Dense:
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         self.x = x
-        return x @ self.params["W"] + self.params["b"]  # y (N, outputs) <- x @ W + b
+        return fastmha.linear(x, self.params["W"], self.params["b"])  # y (N, outputs) <- x @ W + b
 
     def backward(self, grad_y: np.ndarray) -> np.ndarray:
-        # forward: y = x @ W + b
-        np.sum(grad_y, axis=0, out=self.grads["b"])  # grad_b (outputs) <- the sum of grad_y's rows
-        np.matmul(self.x.T, grad_y, out=self.grads["W"])  # grad_W (inputs, outputs) <- x.T @ grad_y
-        return grad_y @ self.params["W"].T  # grad_x (N, inputs) <- grad_y @ W.T
+        # forward: y = x @ W + b. grad_x <- grad_y @ W.T, grad_W <- x.T @ grad_y, grad_b <- the sum of grad_y's rows
+        grad_x, *grads = fastmha.linear_backward(grad_y, self.x, self.params["W"], self.params["b"])
+        self.grads = dict(zip(self.params, grads))
+        return grad_x
 
 
 class LayerNorm:
@@ -85,21 +85,15 @@ class LayerNorm:
         self.grads = {name: np.zeros_like(param) for name, param in self.params.items()}
 
     def forward(self, x: np.ndarray) -> np.ndarray:
-        self.n = x - x.mean(axis=1, keepdims=True)
-        variance = np.einsum("nd,nd->n", self.n, self.n)[:, None] / x.shape[1]
-        self.inverse_std = 1 / np.sqrt(variance + 1e-5)  # (N, 1)
-        self.n *= self.inverse_std
-        return self.n * self.params["gain"] + self.params["bias"]
+        self.x = x
+        return fastmha.layer_norm(x, self.params["gain"], self.params["bias"])
 
     def backward(self, grad_y: np.ndarray) -> np.ndarray:
-        # forward: y = n * gain + bias
-        np.sum(grad_y, axis=0, out=self.grads["bias"])
-        np.einsum("nd,nd->d", grad_y, self.n, out=self.grads["gain"])
-        grad_n = grad_y * self.params["gain"]
-        # forward: n = (x - mean) * inverse_std. Shifting or stretching a row of x leaves n as it is, so the gradient has
-        # no part along a row of ones and none along n.
-        along_n = np.einsum("nd,nd->n", grad_n, self.n)[:, None] / grad_n.shape[1]
-        return (grad_n - grad_n.mean(axis=1, keepdims=True) - self.n * along_n) * self.inverse_std  # grad_x (N, d_model)
+        # forward: y = n * gain + bias, n = (x - mean) * inverse_std. Shifting or stretching a row of x leaves n as it is, so
+        # grad_x has no part along a row of ones and, but for what is added to the variance, none along n.
+        grad_x, *grads = fastmha.layer_norm_backward(grad_y, self.x, self.params["gain"], self.params["bias"])
+        self.grads = dict(zip(self.params, grads))
+        return grad_x
 
 
 class Attention:

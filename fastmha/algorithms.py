@@ -187,8 +187,8 @@ def for_weights(algorithm: str) -> str:
 # ---------------------------------------------------------------------------------------------------------- products
 
 def product_slices(m: int, n: int) -> tuple[int, int]:
-    """(rows, columns) of the slices in which the pool takes a product with a result (m, n) by BLAS, whose bits may depend on them:
-    by the sizes alone."""
+    """(rows, columns) of the slices in which the pool takes a product with a result (m, n) by BLAS, whose bits may depend on
+    them: by the sizes alone."""
     rows = m if m <= 256 else 256
     columns = n if m > 1024 or n <= 256 else max(256, -(-n // 256) * _core.PANEL_COLUMNS)
     return max(1, rows), max(1, columns)
@@ -231,7 +231,7 @@ def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: i
         slices = _head_slices(out)
         packed = None if out.shape[3] % _core.PANEL_COLUMNS else packed
     else:
-        slices = own_slices(*out.shape, a.shape[0 if trans_a else 1], threads)
+        slices = own_slices(out.shape[0], out.shape[1], a.shape[0 if trans_a else 1], threads)
     _core.matmul_tiled(a, b, out, trans_a, trans_b, bias, slices, threads, packed, activation, residual)
 
 
@@ -245,7 +245,7 @@ def packed_weights(b: np.ndarray) -> np.ndarray:
     vector = _core.selected_isa()[1]
     lanes = vector // b.itemsize
     memory = np.empty(b.shape[0] * (-(-b.shape[1] // lanes) * lanes) + lanes, b.dtype)
-    start = -memory.ctypes.data % vector // b.itemsize      # a vector that begins in one cache line and ends in the next costs two
+    start = -memory.ctypes.data % vector // b.itemsize      # a vector in two cache lines costs two
     packed = memory[start:memory.size - lanes + start]
     _core.pack_weights(b, packed)
     return packed

@@ -32,7 +32,8 @@ def own(a, b, n, bias=None, packed=None, threads=1, slices=None, trans_a=False):
     m = a.shape[1] if trans_a else a.shape[0]
     around = np.full((m + 2, n + 3), np.nan, a.dtype)
     c = around[1:-1, 1:-2]
-    _core.matmul_tiled(a, b, c, trans_a, False, bias, slices or own_slices(m, n, len(a if trans_a else a.T), threads), threads, packed)
+    slices = slices or own_slices(m, n, len(b), threads)
+    _core.matmul_tiled(a, b, c, trans_a, False, bias, slices, threads, packed)
     result = c.copy()
     c[...] = np.nan
     assert np.isnan(around).all()

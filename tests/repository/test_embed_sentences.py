@@ -100,7 +100,7 @@ def test_wrong_arguments_are_named(example, fastmha_encoder):
         fastmha_encoder.encode("one string")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         fastmha_encoder.encode(THREE, batch_size=0)
-    with pytest.raises(ValueError, match="attention must be one of 'fastmha', 'reference', got 'other'"):
+    with pytest.raises(ValueError, match="backend must be one of 'fastmha', 'reference', got 'other'"):
         example.SentenceEncoder("other")
 
 
