@@ -22,7 +22,7 @@ def show_config() -> None:
         ("CPU", f"{platform.machine()}, {sys.byteorder}-endian"),
         ("kernels", f"{isa} ({8 * width}-bit vectors); runnable here: {', '.join(_core.runnable_isas())}"),
         ("BLAS", f"scipy.linalg.cython_blas; threads: {bound}"),
-        ("threads", f"{threads.get_num_threads()} a call, {_core.pool_workers()} alive in the pool"),
+        ("threads", f"{threads.get_num_threads()} per call, {_core.pool_workers()} alive in the pool"),
     ):
         print(f"{name + ':':<9}{value}")
 

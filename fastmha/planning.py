@@ -42,7 +42,7 @@ class Plan:
         (query rows, keys) of one block of scores.
     flops : int
         Floating-point operations of the products over the pairs that causality, window, padding lengths and key ranges leave:
-        2 · (D + Dv) a pair forward, 2 · (3 D + 2 Dv) more with `backward`.
+        2 · (D + Dv) per pair forward, 2 · (3 D + 2 Dv) more with `backward`.
     bytes_copied : int
         Bytes of q, k, v (and their like) that are copied before the kernels run.
     scratch_bytes : int

@@ -266,7 +266,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
 
 /* ------------------------------------------------------------------------------------------- forward with the weights */
 
-/* The scratch of tiled_forward, which tiny_rows needs, for all keys at a time: O(L) a thread. */
+/* The scratch of tiled_forward, which tiny_rows needs, for all keys at a time: O(L) per thread. */
 static ptrdiff_t FMHA_NAME(weights_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(forward_memory) *m)
 {
     return FMHA_NAME(forward_layout)(p, p->Lk > TILE_KEYS ? p->Lk : TILE_KEYS, memory, m);

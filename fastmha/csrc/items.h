@@ -49,7 +49,7 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
     return item;
 }
 
-/* Matrices, one a batch row, in slices of rows and columns. */
+/* Matrices, one per batch row, in slices of rows and columns. */
 static inline fmha_cut fmha_matrices_cut(ptrdiff_t count, ptrdiff_t rows, ptrdiff_t row_step, ptrdiff_t cols, ptrdiff_t col_step)
 {
     return (fmha_cut){.heads = 1, .last = count, .rows = rows, .row_step = row_step, .cols = cols, .col_step = col_step};

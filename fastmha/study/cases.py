@@ -6,7 +6,7 @@
 A multiplication and an addition are two operations (FLOP). Counted are the products over the pairs (i, j) that
 causality leaves, not the exponentials::
 
-    forward     scores q kᵀ, output P v: 2 products of 2·D a pair
+    forward     scores q kᵀ, output P v: 2 products of 2·D per pair
     backward    scores again, the gradients of P, q, k, v: 5 products
 """
 from __future__ import annotations

@@ -126,7 +126,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer | None:
         panels.append({"title": f"{name}, {direction}", "series": series, "reference": 1.0})
     gains = ", ".join(f"{1e9 * seconds:.1f} ns a visit ({' '.join(group)})" for group, seconds in zip(GROUPS, solution))
     bandwidth = 1 / solution[-1] / 1e9 if solution[-1] else np.inf
-    short = (f"Packing gains {gains} and costs a copy at {bandwidth:.1f} GB/s a thread. Fitted on {error['fitted']['cases']} "
+    short = (f"Packing gains {gains} and costs a copy at {bandwidth:.1f} GB/s per thread. Fitted on {error['fitted']['cases']} "
              f"cases, the model errs on the {e['cases']} others by {e['median']:.3f} of the strided time (median; 90 %: "
              f"{e['high']:.3f}) and names {e['named']} of {e['clear']} clear winners. ")
     if known:

@@ -148,7 +148,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
                "intensity": r["flops"] / r["bytes"], "rate": r["flops"] / r["arms"]["strided"]["median"]}
               for r in of(records, threads=max(r["factors"]["threads"] for r in records))]
     roofline = Picture("roofline", "All cases with all threads, strided heads, beside what the machine can do at best.",
-                       "roofline", {"title": "Operations a second over operations a byte", "points": points})
+                       "roofline", {"title": "Operations per second over operations per byte", "points": points})
     return Answer(_short(long, of(records, algorithm="decode")), " ".join(_METHOD.split()), " ".join(_LIMITS.split()), tables,
                   [*maps, *_bars(long, found), roofline])
 
@@ -166,7 +166,7 @@ _LIMITS = """
 One machine, its neighbours unknown. Where the memory of the copies is asked for anew in each call, packing may cost page faults
 as well. "decode" reads each key once, so that packing for one call can only lose; what it gains from heads that are packed
 already is the question of the cache. From length 2048 on the map holds a quarter of the heads of its row, which changes neither
-stride nor work a head."""
+stride nor work per head."""
 
 
 def _short(long: Sequence[Record], decode: Sequence[Record]) -> str:

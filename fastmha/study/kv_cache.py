@@ -1,7 +1,7 @@
 """The keys and values of past tokens: head-major, as `fastmha.KVCache` keeps them, against length-major.
 
 Every arm goes through as many layers as hold `TURN_BYTES`, each with a cache of its own, as the layers of a model do, so that
-what it reads comes from memory. In each layer: decode, one query a head over Lk keys; step, one token's keys and values to the
+what it reads comes from memory. In each layer: decode, one query per head over Lk keys; step, one token's keys and values to the
 next slot, then decode; append, `TOKENS` tokens one after the other; chunk, `CHUNK` tokens at once, as a prompt is taken up;
 KVCache.append, as append, by the library's own call.
 
@@ -203,7 +203,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
     tables = [table("Decoding over a cache", decodes, {
         **case, "decode": ratio_of(_over("decode")), "step": ratio_of(_over("step")),
         "decode head-major": time("head-major decode"), "GB/s": rate_of("head-major decode", "bytes")},
-        "Decode, step: time length-major over head-major. Then time of a layer, and keys and values that it reads a second.")]
+        "Decode, step: time length-major over head-major. Then time of a layer, and keys and values that it reads per second.")]
     for own, kind, title in ((appends, "append", "Appending a token"), (chunks, "chunk", f"Appending {CHUNK} tokens at once")):
         more = {"KVCache.append": time("KVCache.append")} if kind == "append" else {}
         tables.append(table(title, own, {**case, "length/head": ratio_of(_over(kind)), "head-major": time(f"head-major {kind}"),
@@ -213,7 +213,7 @@ def answer(records: Sequence[Record], found: Found) -> Answer:
         "float32. Head-major is (B, Hkv, capacity, D), the buffers of a fastmha.KVCache; length-major (B, capacity, Hkv, D). "
         f"Each call goes through up to {MOST_LAYERS} layers with a cache each, as many as hold {TURN_BYTES >> 20} MiB of keys "
         "and values, so that they come from memory. Appended is from where a fused projection writes, by NumPy assignment in "
-        f"both, to the next of {ROOM} slots behind the keys; decoding reads the same Lk keys in every round, one query a head. "
+        f"both, to the next of {ROOM} slots behind the keys; decoding reads the same Lk keys in every round, one query per head. "
         "KVCache.append does what assignment does, with its checks. Means are geometric.")
     cached = max(found.get("machine", {}).get("caches", {}).values(), default=0)
     limits = (

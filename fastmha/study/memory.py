@@ -89,7 +89,7 @@ class Work:
 def flop_parts(B: int, L: int, d_model: int, H: int, *, training: bool = False) -> dict[str, int]:
     """The three terms of `analysis.count_flops`: "projections", "attention" (the products over the pairs), "softmax"."""
     projections, attention, softmax = 8 * B * L * d_model**2, 4 * B * L**2 * d_model, 5 * B * H * L**2
-    if training:    # products: 2 a pair forward, 5 backward
+    if training:    # products: 2 per pair forward, 5 backward
         projections, attention, softmax = 3 * projections, attention // 2 * 7, 2 * softmax
     return {"projections": projections, "attention": attention, "softmax": softmax}
 

@@ -34,7 +34,7 @@ LAYOUTS = ("side by side", "interleaved", "separate", "packed")
 LAYERS = ("side by side", "interleaved", "three products", "three arrays", "packed", "one product a head")
 KINDS = (("product", "One product or three", PRODUCTS), ("attention", "Attention on what they leave", LAYOUTS),
          ("layer", "Projection and attention together", LAYERS))
-_PLANNED_FLOPS = 1e11       # a second, to plan trials in which five rounds take longer than the others
+_PLANNED_FLOPS = 1e11       # per second, to plan trials in which five rounds take longer than the others
 
 
 def _copy(x: np.ndarray) -> np.ndarray:

@@ -98,7 +98,7 @@ class Store:
         trials = {(t.question, t.label): self.records.get((t.question, t.label)) for t in order}
         found = {"format": FORMAT, **self.about, "limits": self.limits,
                  "units": {"arms": "seconds per call", "ratios": "time of the first arm over time of the second, within a round",
-                           "low, high": "ends of the 95 % bootstrap interval of the median", "flops": "operations a call",
+                           "low, high": "ends of the 95 % bootstrap interval of the median", "flops": "operations per call",
                            "limits": "operations/s of the fastest product; read: bytes/s from memory"},
                  "left_out": [{"question": question, "label": label} for (question, label), r in trials.items() if r is None],
                  "records": [record for record in trials.values() if record is not None]}

@@ -59,7 +59,7 @@ def time_of(arm: str) -> Callable[[Record], str]:
 
 
 def rate_of(arm: str, what: str = "flops", digits: int = 0) -> Callable[[Record], str]:
-    """What a call does over the median time of an arm, in units of 1e9 a second."""
+    """What a call does over the median time of an arm, in units of 1e9 per second."""
     return lambda record: f"{record[what] / record['arms'][arm]['median'] / 1e9:.{digits}f}"
 
 
