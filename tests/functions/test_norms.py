@@ -289,7 +289,7 @@ def test_n_threads_agnosticism(isa, dtype, norm, rng):
                 assert same_bits(a, b)
 
 
-def test_work_for_one_thread_starts_no_other():
+def test_work_for_one_thread_starts_no_other(tmp_path):
     """54 rows are two items of the backward pass, of 16200 numbers."""
     code = """
         import numpy as np, fastmha
@@ -301,7 +301,7 @@ def test_work_for_one_thread_starts_no_other():
             fastmha.layer_norm_backward(x, x, x[0], num_threads=2)
             print(_core.pool_workers())
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ran.stdout.split() == ["0", "1"], ran.stderr
 
 
