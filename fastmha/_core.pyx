@@ -878,7 +878,7 @@ ctypedef struct Product:
 
 
 cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
-    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c, and then the last pass, of a batch row where c is heads."""
+    """c[i0 : i0 + rows, j0 : j0 + cols] := alpha * op(a) @ op(b) + beta * c, then the last pass; of a batch row if c is heads."""
     cdef Product *s = <Product *>context
     cdef fmha_item item = fmha_item_of(&s.cut, index)
     cdef ptrdiff_t i0 = item.i0, j0 = item.j0, rows = item.rows, cols = item.cols, size = s.itemsize
@@ -946,9 +946,10 @@ def pack_weights(b, packed):
     kernels.gemm_pack(shape[2], shape[3], x.data, leading(&x, shape[3]), pointer(packed, True))
 
 
-def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None, int activation=0, residual=None):
-    """c := activation(op(a) @ op(b) + bias) + residual by the kernels' own product; `packed`: b from `pack_weights`, slices then of
-    a multiple of PANEL_COLUMNS columns, and b may be None. residual: as c, a matrix. Else as `matmul`."""
+def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None, int activation=0,
+                 residual=None):
+    """c := activation(op(a) @ op(b) + bias) + residual by the kernels' own product; `packed`: b from `pack_weights`, slices then
+    of a multiple of PANEL_COLUMNS columns, and b may be None. residual: as c, a matrix. Else as `matmul`."""
     cdef Product s
     cdef fmha_array added
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
