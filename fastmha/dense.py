@@ -9,6 +9,7 @@ import numpy as np
 from fastmha import _core, algorithms, threads, validate
 
 _ACTIVATIONS = tuple(name for name in _core.ACTIVATIONS if name is not None)
+_NAMES = {"input": "it is x here", "weight": "it is W here, (in, out)", "bias": "it is b here"}
 
 
 class PackedWeights:
@@ -63,11 +64,17 @@ def pack_weights(W: np.ndarray) -> PackedWeights:
     -------
     PackedWeights
         What `linear` takes as its `W`; the results have the same bits as with W itself.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For a W of another number of axes or another dtype.
     """
     W = _weights(W)
-    return PackedWeights(W if W.strides[1] == W.itemsize and _in_rows(W) else W.copy())
+    return PackedWeights(W if _core.in_place(W) and _in_rows(W) else W.copy())
 
 
+@validate.own_keywords(_NAMES)
 def linear(
     x: np.ndarray, W: np.ndarray | PackedWeights, b: np.ndarray | None = None, *, activation: str | None = None,
     residual: np.ndarray | None = None, out: np.ndarray | None = None, num_threads: int | None = None,
@@ -130,16 +137,17 @@ def linear(
     else:
         read = {"x": x, "W": W.memory if isinstance(W, PackedWeights) else W, "b": b, "residual": residual}
         result = validate.output(out, shape, x.dtype, read, "x")
-    y = matrix(result)
+    y = _matrix(result)
     if y.size:
         weights, transposed, packed = _where_it_lies(W)
-        algorithms.own_product(matrix(x), weights, y, workers, trans_b=transposed, packed=packed, bias=b, activation=kind,
-                               residual=None if residual is None else matrix(residual))
+        algorithms.own_product(_matrix(x), weights, y, workers, trans_b=transposed, packed=packed, bias=b, activation=kind,
+                               residual=None if residual is None else _matrix(residual))
     if not np.may_share_memory(y, result):
         result[...] = y.reshape(shape)
     return out
 
 
+@validate.own_keywords(_NAMES)
 def linear_backward(
     grad_out: np.ndarray, x: np.ndarray, W: np.ndarray, b: np.ndarray | None = None, *, activation: str | None = None,
     num_threads: int | None = None,
@@ -161,6 +169,11 @@ def linear_backward(
     grad_W : (K, N) array
     grad_b : (N,) array, where b was given
 
+    Raises
+    ------
+    ValueError, TypeError
+        As `linear`; also for packed weights, and for a grad_out of another shape or dtype.
+
     Notes
     -----
     With z = x W + b and g = grad_out · activation'(z): grad_x = g Wᵀ, grad_W = xᵀ g, grad_b = the sum of g over the rows. With an
@@ -177,12 +190,12 @@ def linear_backward(
     if grad_out.shape != shape:
         raise ValueError(f"grad_out must have the result's shape {shape}, got {grad_out.shape}")
     workers = threads.resolve(num_threads)
-    rows, g = matrix(x), matrix(grad_out)
+    rows, g = _matrix(x), _matrix(grad_out)
     weights, transposed, _ = _where_it_lies(W)
     if kind and g.size:
         z = np.empty(g.shape, x.dtype)
         algorithms.own_product(rows, weights, z, workers, trans_b=transposed, bias=b)
-        _core.activation_rows(kind, np.ascontiguousarray(g), z, z, workers)
+        _core.activation_rows(kind, g, z, z, workers)
         g = z
     grad_x, grad_W = np.empty(x.shape, x.dtype), np.empty((K, N), x.dtype)
     # grad_x (M, K) <- g (M, N) @ W^T
@@ -195,7 +208,7 @@ def linear_backward(
         return grad_x, grad_W, np.add.reduce(g, axis=0)
 
 
-def matrix(x: np.ndarray) -> np.ndarray:
+def _matrix(x: np.ndarray) -> np.ndarray:
     """x (..., width) as (rows, width) with unit last stride, aligned, and rows at least their width apart; a copy where it does
     not lie so."""
     y = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

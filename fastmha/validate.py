@@ -566,14 +566,14 @@ def positions(name: str, chosen: Any, n: int, what: str) -> np.ndarray:
     return np.where(indices < 0, indices + n, indices)
 
 
-def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, Any], like: str = "q") -> np.ndarray:
+def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, Any], of: str = "q") -> np.ndarray:
     """Check `out=`: shape, dtype, writable, no overlap with an input or with itself."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"out must be a NumPy array, got {type(out).__name__}")
     not_masked("out", out)
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
-    same_dtype("out", out, like, dtype)
+    same_dtype("out", out, of, dtype)
     if not out.flags.writeable:
         raise ValueError("out is read-only")
     reach = out.itemsize - 1

@@ -202,10 +202,9 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
             }
             for (ptrdiff_t n0 = 0; n0 < N; n0 += PANEL) {
                 ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
-                const REAL *b = b0 + (trans_b ? n0 * ldb + k0 : k0 * ldb + n0);
                 const REAL *rows_of_b = panel;
                 if (packed) rows_of_b = (const REAL *)packed + n0 * K + k0 * whole;
-                else FMHA_NAME(pack_panel)(trans_b, depth, columns, b, ldb, panel);
+                else FMHA_NAME(pack_panel)(trans_b, depth, columns, b0 + (trans_b ? n0 * ldb + k0 : k0 * ldb + n0), ldb, panel);
                 /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                 REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                 ptrdiff_t ld_to = whole == columns ? ldc : ld;

@@ -112,7 +112,12 @@ def test_arrays_of_any_strides_give_the_same_bits(isa, dtype):
         assert same_bits(np.ascontiguousarray(out), expected), way
     row, W = normal(40, seed=9, dtype=dtype), given[1]
     assert same_bits(fastmha.linear(np.broadcast_to(row, (6, 40)), W), np.repeat(fastmha.linear(row, W)[None], 6, axis=0))
-    assert same_bits(fastmha.pack_weights(transposed(W)).memory, fastmha.pack_weights(W).memory)
+    for way, weights in (("transposed", transposed(W)), *rearranged(W)):
+        assert same_bits(fastmha.pack_weights(weights).memory, fastmha.pack_weights(W).memory), way
+    grad, x = given[3], given[0]
+    grads = fastmha.linear_backward(grad, x, W, given[2], activation="silu")
+    for way, other in rearranged(grad):
+        assert_same(fastmha.linear_backward(other, x, W, given[2], activation="silu"), grads, way)
 
 
 @dtypes
@@ -251,6 +256,8 @@ def test_bad_arguments_are_named_with_what_came():
     for name, out, given in (("x", wide[:, :5], {"x": wide}), ("residual", kept, {"x": x, "residual": kept})):
         with raises(ValueError, f"out overlaps {name} in memory"):
             fastmha.linear(W=W, out=out, **given)
+    with raises(TypeError, "linear has no keyword weight: it is W here, (in, out); bias: it is b here"):
+        fastmha.linear(x, weight=W, bias=b)
     with raises(ValueError, "grad_out must have the result's shape (4, 5), got (4, 6)"):
         fastmha.linear_backward(x, x, W)
     with raises(TypeError, "grad_out has dtype float64 but x has float32: they must share one dtype"):
