@@ -18,9 +18,9 @@ from fastmha._kernels cimport (
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
     fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_cut, fmha_decode_cut, fmha_finish,
     fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
-    fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_matrices_cut,
-    fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run,
-    fmha_set_control, fmha_task, fmha_valid_keys,
+    fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
+    fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
+    fmha_problem, fmha_run, fmha_set_control, fmha_task, fmha_valid_keys,
 )
 
 
@@ -29,6 +29,7 @@ cdef const fmha_kernels *kernel_tables[2]       # float32, float64
 PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product start at multiples of it
 ACTIVATIONS = {None: FMHA_NO_ACTIVATION, "gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 SUMMED_ROWS = FMHA_SUMMED_ROWS                  # of a partial sum of grad_weight
+ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass leaves for each row
 
 
 def runnable_isas():
@@ -248,8 +249,10 @@ cdef class Problem:
     """One attention after validation: shapes, element strides and rules, for float32 or float64.
 
     q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset,
-    key_starts and key_lengths (B,) int64 or None, no start beyond its length; all aligned, last axis of q, k, v with unit
-    stride. k and v may be stored as float16, bfloat16 (as uint16) or the other float, for "tiled" and "decode" forward.
+    key_starts and key_lengths (B,) int64 or None, no start beyond its length; sinks and alibi (H,) of q's dtype, contiguous, or
+    None; draws of dropout (probability, seed, and the number of the first batch row, head and query) or None; all aligned, last
+    axis of q, k, v with unit stride. k and v may be stored as float16, bfloat16 (as uint16) or the other float, for "tiled" and
+    "decode" forward.
     """
     cdef fmha_problem c
     cdef object keep
@@ -260,7 +263,7 @@ cdef class Problem:
     cdef public object bytes_copied
 
     def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, double scale,
-                 double softcap):
+                 double softcap, sinks=None, alibi=None, draws=None):
         cdef ptrdiff_t shape[4]
         self.q, self.k, self.v, self.dtype = q, k, v, q.dtype
         self.bool_mask, self.additive_mask = bool_mask, additive_mask
@@ -274,7 +277,7 @@ cdef class Problem:
             read_array(bool_mask, &self.c.bool_mask, NULL, 1, False)
         if additive_mask is not None:
             read_array(additive_mask, &self.c.additive_mask, NULL, self.itemsize, False)
-        self.c.banded = offset is not None
+        self.c.banded = left is not None or right is not None
         self.c.offset = <const int64_t *>pointer(offset, False) if offset is not None else NULL
         self.c.key_start = <const int64_t *>pointer(key_starts, False) if key_starts is not None else NULL
         self.c.key_length = <const int64_t *>pointer(key_lengths, False) if key_lengths is not None else NULL
@@ -282,7 +285,14 @@ cdef class Problem:
         self.c.right = FMHA_UNBOUNDED if right is None else right
         self.c.scale = scale
         self.c.softcap = max(softcap, SMALLEST_NORMAL) if softcap else 0.0      # a smaller one would count as none
-        self.keep = (offset, key_starts, key_lengths)
+        self.c.sinks = pointer(sinks, False) if sinks is not None else NULL
+        self.c.alibi = pointer(alibi, False) if alibi is not None else NULL
+        self.c.dropout.factor = 0
+        if draws is not None:
+            probability, self.c.dropout.seed, self.c.dropout.b, self.c.dropout.h, self.c.dropout.i = draws
+            self.c.dropout.factor = 1 / (1 - <double>probability)
+            self.c.dropout.below = min(<uint64_t>(<double>probability * 4294967296 + 0.5), <uint64_t>4294967295)
+        self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws)
 
     cdef int read_keys(self) except -1:
         """k and v into the C problem."""
@@ -335,6 +345,18 @@ cdef class Problem:
     @property
     def key_lengths(self):
         return self.keep[2]
+
+    @property
+    def sinks(self):
+        return self.keep[3]
+
+    @property
+    def alibi(self):
+        return self.keep[4]
+
+    @property
+    def draws(self):
+        return self.keep[5]
 
     @property
     def window(self):
@@ -390,6 +412,7 @@ ctypedef struct Heads:
     fmha_array out, weights             # out (B, H, Lq, Dv); weights (B, H, Lq, Lk) or NULL
     fmha_array grad_out, grad_q, grad_k, grad_v
     char *lse                           # (B, H, Lq) contiguous
+    char *row_states                    # (B, H, Lq, FMHA_ROW_STATE) contiguous or NULL, backward
     char *scratch
     ptrdiff_t scratch_size
     int failed                          # an allocation on a careful path
@@ -508,6 +531,7 @@ cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     c.kernels.attend_rows(p, &block, scores, row_sum, lse)
     if c.weights.data != NULL:
         c.kernels.divide_rows(block.rows, block.cols, scores, block.ld, row_sum)
+    c.kernels.drop_rows(p, &block, scores)
     # out (rows, Dv) <- probabilities (rows, cols) @ v (cols, Dv)
     product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
             leading(&c.out, p.Dv), True)
@@ -518,7 +542,7 @@ cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogi
         # Sums of large finite values may overflow before the division: such rows again, with probabilities so small
         # that no sum can; a power of 2 leaves the bits of what was finite.
         factor = 0.5
-        while factor * p.Lk > 0.5:
+        while factor * p.Lk * max(1, p.dropout.factor) > 0.5:
             factor /= 2
         if (c.weights.data == NULL and not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv))
                 and c.kernels.exceeds(block.cols, p.Dv, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), 1,
@@ -586,6 +610,7 @@ cdef void backward_item(void *context, ptrdiff_t index, int worker) noexcept nog
     cdef char *grad_scores
     cdef char *q
     cdef char *grad_out
+    cdef char *states = NULL
     cdef bint keys_finite, q_finite, grad_finite
     cdef double rest, scale = fmha_folded_scale(p, c.is_double, &rest)
     blas_layout(c, True, c.scratch + worker * c.scratch_size, &buffers)
@@ -614,9 +639,11 @@ cdef void backward_item(void *context, ptrdiff_t index, int worker) noexcept nog
             gemm(c.is_double, False, True, block.rows, block.cols, p.Dv, 1, grad_out, ldo,
                  head(&p.v, block.b, hkv, j0, size), ldv, 0, grad_scores, c.ld)
             # weights <- softmax, grad_scores <- weights * (grad_weights - sum(weights * grad_weights))
+            if c.row_states != NULL:
+                states = c.row_states + ((block.b * p.H + block.h) * p.Lq + block.i0) * FMHA_ROW_STATE * size
             c.kernels.attend_rows_backward(p, &block, scores, grad_scores, buffers.slopes,
                                            c.lse + ((block.b * p.H + block.h) * p.Lq + block.i0) * size,
-                                           &c.out, &c.grad_out)
+                                           &c.out, &c.grad_out, states)
             # grad_q (rows, D) <- scale * grad_scores (rows, cols) @ k (cols, D)
             product(c, &block, False, scale, grad_scores, head(&p.k, block.b, hkv, j0, size), ldk, p.D, 0,
                     head(&c.grad_q, block.b, block.h, block.i0, size), lddq, keys_finite)
@@ -688,8 +715,9 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         raise MemoryError("no memory to treat values that are not finite")
 
 
-def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t rows, int threads):
-    """Gradients of the "blas" algorithm, written into grad_q, grad_k, grad_v (strides as BLAS takes them)."""
+def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, ptrdiff_t rows, int threads):
+    """Gradients of the "blas" algorithm, written into grad_q, grad_k, grad_v (strides as BLAS takes them); states as
+    `tiled_backward` leaves them."""
     cdef Heads c
     cdef Scratch scratch
     cdef Buffers unused
@@ -700,6 +728,8 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, p
     read_array(grad_k, &c.grad_k, NULL, c.itemsize, True)
     read_array(grad_v, &c.grad_v, NULL, c.itemsize, True)
     c.lse = pointer(lse, False)
+    if states is not None:
+        c.row_states = pointer(states, True)
     cdef ptrdiff_t items = fmha_items(&c.cut)
     scratch = scratch_for(blas_layout(&c, True, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
@@ -735,14 +765,15 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     finish()
 
 
-def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, ptrdiff_t whole, int threads):
-    """Gradients of the "tiled" algorithm; all arrays with unit last stride.
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, ptrdiff_t whole, int threads):
+    """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
+    shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
     The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over blocks
     of rows and tiles of keys: more work, more items, the same bits.
     """
     cdef fmha_run c
-    cdef Scratch scratch, states
+    cdef Scratch scratch, between
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, items
     c.p = problem.c
@@ -752,9 +783,10 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     read_array(grad_q, &c.grad_q, NULL, size, True)
     read_array(grad_k, &c.grad_k, NULL, size, True)
     read_array(grad_v, &c.grad_v, NULL, size, True)
-    if whole < c.p.B * c.p.Hkv:
-        states = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
-        c.row_states = states.start
+    c.row_states = pointer(states, True) if states is not None else NULL
+    if states is None and whole < c.p.B * c.p.Hkv:
+        between = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
+        c.row_states = between.start
     for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
         c.mode = mode
         c.cut = fmha_backward_cut(&c.p, c.mode, whole)
@@ -766,6 +798,24 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         with nogil:
             fmha_pool_run(kernels.tiled_backward, &c, items, scratch.threads)
         finish()
+
+
+def mask_gradient(Problem problem, grad_out, states, grad_mask, int threads):
+    """grad_mask, in the shape of an additive mask with 4 axes, <- its gradient, from the states that a backward pass has left."""
+    cdef fmha_run c
+    cdef Scratch scratch
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    c.p = problem.c
+    read_array(grad_out, &c.grad_out, NULL, problem.itemsize, False)
+    read_array(grad_mask, &c.grad_mask, NULL, problem.itemsize, True)
+    c.row_states = pointer(states, False)
+    c.cut = fmha_mask_cut(&c.p, &c.grad_mask)
+    cdef ptrdiff_t items = fmha_items(&c.cut)
+    scratch = scratch_for(kernels.mask_gradient_scratch(&c.p) * problem.itemsize, items, threads)
+    c.scratch, c.scratch_size = scratch.start, scratch.size
+    with nogil:
+        fmha_pool_run(kernels.mask_gradient, &c, items, scratch.threads)
+    finish()
 
 
 def tile_sizes():

@@ -1,6 +1,6 @@
 """What the Cython glue sees of the C kernels: the declarations of csrc/*.h, in their order."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 
 cdef extern from "csrc/items.h" nogil:
@@ -21,6 +21,12 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *data
         ptrdiff_t stride[4]
 
+    ctypedef struct fmha_dropout:
+        double factor
+        uint32_t below
+        uint64_t seed
+        int64_t b, h, i
+
     ctypedef struct fmha_problem:
         ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv
         double scale, softcap
@@ -31,6 +37,9 @@ cdef extern from "csrc/fastmha.h" nogil:
         const int64_t *key_length
         int stored
         fmha_array q, k, v, bool_mask, additive_mask
+        const char *sinks
+        const char *alibi
+        fmha_dropout dropout
 
     ctypedef struct fmha_block:
         ptrdiff_t b, h, i0, rows, j0, cols, ld
@@ -41,7 +50,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         fmha_array out
         char *lse
         char *weights
-        fmha_array grad_out, grad_q, grad_k, grad_v
+        fmha_array grad_out, grad_q, grad_k, grad_v, grad_mask
         int mode
         char *row_states
         char *scratch
@@ -71,7 +80,8 @@ cdef extern from "csrc/fastmha.h" nogil:
                                  ptrdiff_t) noexcept nogil
         void (*attend_rows)(const fmha_problem *, const fmha_block *, void *, void *, void *) noexcept nogil
         void (*attend_rows_backward)(const fmha_problem *, const fmha_block *, void *, void *, void *, const void *,
-                                     const fmha_array *, const fmha_array *) noexcept nogil
+                                     const fmha_array *, const fmha_array *, void *) noexcept nogil
+        void (*drop_rows)(const fmha_problem *, const fmha_block *, void *) noexcept nogil
         void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
@@ -95,6 +105,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*merge_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
+        void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
@@ -129,6 +141,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_forward_cut(const fmha_problem *)
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, ptrdiff_t whole)
     fmha_cut fmha_decode_cut(const fmha_problem *)
+    fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)
     fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)
 
 cdef extern from "Python.h":

@@ -87,13 +87,13 @@ def _blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, wei
 
 
 def _blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-                   grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
+                   grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
     """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
     if needs_packing(grad_out):
         grad_out = packed(threads, grad_out)[0]
-    _core.blas_backward(_for_blas(problem, threads), out, lse, grad_out, grad_q, grad_k, grad_v, rows, threads)
+    _core.blas_backward(_for_blas(problem, threads), out, lse, grad_out, grad_q, grad_k, grad_v, states, rows, threads)
 
 
 def _blas_tile(problem: Problem) -> tuple[int, int]:
@@ -106,8 +106,9 @@ def _blas_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, 
 
 
 def _tiled_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-                    grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
-    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, tiled_whole_heads(problem, threads), threads)
+                    grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
+    whole = tiled_whole_heads(problem, threads)
+    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, whole, threads)
 
 
 def _tiled_tile(problem: Problem) -> tuple[int, int]:
@@ -136,7 +137,7 @@ class Algorithm(NamedTuple):
 
     name: str
     forward: Callable[..., None]                # (problem, out, lse, weights, threads), as `forward`
-    backward: Callable[..., None] | None        # (problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads), or None
+    backward: Callable[..., None] | None        # (…, grad_v, states, threads), as `backward`; or None
     weights: bool                               # whether forward can return the weights
     stored: tuple[str, ...]                     # dtypes of keys and values that forward converts as it loads them
     most_rows: int | None                       # most query rows per key/value head (Lq · H / Hkv) that it takes
@@ -165,11 +166,31 @@ def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None
 
 
 def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-             grad_k: np.ndarray, grad_v: np.ndarray, threads: int) -> None:
-    """grad_q, grad_k, grad_v <- the gradients by the named algorithm, which must be able to; out is (B, H, Lq, Dv)."""
+             grad_k: np.ndarray, grad_v: np.ndarray, threads: int, grad_mask: np.ndarray | None = None) -> np.ndarray | None:
+    """grad_q, grad_k, grad_v, and grad_mask in the shape of the additive mask, <- the gradients by the named algorithm, which must
+    be able to; out is (B, H, Lq, Dv). Returns the gradient of the sinks, if there are any."""
     run = BY_NAME[name].backward
     assert run is not None      # `planning.choose` has seen to it
-    run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, threads)
+    B, H, _, Lq, Lk, _, _ = problem.shape
+    if problem.sinks is None and grad_mask is None:
+        run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, None, threads)
+        return None
+    states = np.zeros((B, H, Lq, _core.ROW_STATE), problem.dtype)
+    run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads)
+    if grad_mask is not None:
+        if 0 in (B, H, Lq, Lk):
+            grad_mask[...] = 0
+        else:
+            _core.mask_gradient(problem, grad_out, states, grad_mask, threads)
+    return None if problem.sinks is None else _sink_gradient(problem.sinks, states)
+
+
+def _sink_gradient(sinks: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """(H,): the sum of -P delta over batch rows and queries, where P is the weight of the sink."""
+    shift, inverse, delta = (states[..., i].astype(np.float64) for i in range(_core.ROW_STATE))
+    with np.errstate(all="ignore"):
+        weights = np.exp(sinks[:, None] - shift) * inverse
+        return np.subtract(0, np.add.reduce(weights * delta, axis=(0, 2))).astype(sinks.dtype)
 
 
 def for_backward(algorithm: str) -> str:

@@ -264,12 +264,12 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    @validate.own_keywords(validate.CALL_NAMES)
+    @validate.own_keywords(validate.CALL_NAMES | dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "a cache drops nothing"))
     def attend(
         self, q: np.ndarray, *, lengths_new: np.ndarray | None = None, mask: np.ndarray | None = None, is_causal: bool = False,
         key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
-        softcap: float | None = None, algorithm: str = "auto", return_lse: bool = False, need_weights: bool = False,
-        num_threads: int | None = None,
+        softcap: float | None = None, sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, algorithm: str = "auto",
+        return_lse: bool = False, need_weights: bool = False, num_threads: int | None = None,
     ) -> Any:
         """Attention of the newest queries, whose keys have been appended, over all that is cached.
 
@@ -284,7 +284,7 @@ class KVCache:
         mask : array, optional
             As in `fastmha.attention`. Its last axis spans the cached keys; of a ring those that are held, oldest first, of
             which every row must then have the same number.
-        is_causal, key_ranges, window, scale, softcap, algorithm
+        is_causal, key_ranges, window, scale, softcap, sinks, alibi, algorithm
             As in `fastmha.attention`; key_ranges counts the cached keys, from 0 on as they lie, and may lie beyond them. A
             ring takes none, and needs a window whose left side is at most its own.
         return_lse, need_weights : bool
@@ -304,8 +304,8 @@ class KVCache:
         Raises
         ------
         ValueError, TypeError
-            As `fastmha.attention`; also where causality or a window would need queries at positions before 0, or keys that a
-            ring has overwritten.
+            As `fastmha.attention`; also where causality, a window or alibi would need queries at positions before 0, or keys that
+            a ring has overwritten.
 
         Notes
         -----
@@ -322,7 +322,7 @@ class KVCache:
         if slots.window is not None:
             check_ring(slots, window, key_ranges)
         is_causal = validate.flag("is_causal", is_causal)
-        if is_causal or window is not None:
+        if is_causal or window is not None or alibi is not None:
             check_reach(slots, new, window)
         if slots.wrapped(slots.state.most) and (mask is not None or need_weights):
             held = slots.held(slots.state)
@@ -330,7 +330,7 @@ class KVCache:
                 same_number(held)
             slots = slots.linear(held, 0)
         filled = slots.state.filled
-        rules = Rules(mask, is_causal, None, None, window, scale, softcap, algorithm, num_threads, key_ranges)
+        rules = Rules(mask, is_causal, None, None, window, scale, softcap, algorithm, num_threads, key_ranges, sinks, alibi)
         parts = prepare(slots, q, filled, new, rules, need_weights)
         workers = threads.resolve(num_threads)
         out = np.empty((B, H, Lq, slots.v_head_dim), q.dtype)

@@ -120,7 +120,7 @@ def prepare(slots: Slots, q: np.ndarray, after: Lengths, new: Lengths, rules: Ru
     if slots.window is not None and not linear and longest(after) > state.slots:
         spans = _spans(after, first, state.slots)
     parts: list[Part] = []
-    banded = rules.is_causal is not False or rules.window is not None
+    placed = rules.is_causal is not False or rules.window is not None or rules.alibi is not None
     B, heads = slots.batch_size, slots.num_kv_heads
     if rules.key_ranges is not None:
         sides = validate.ranges(rules.key_ranges, B, validate.LARGEST, "the longest possible")
@@ -131,7 +131,9 @@ def prepare(slots: Slots, q: np.ndarray, after: Lengths, new: Lengths, rules: Ru
         else:
             k = _stand_in((B, heads, stop - start, slots.head_dim), q.dtype)
             v = _stand_in((B, heads, stop - start, slots.v_head_dim), q.dtype)
-        problem = validate.attention_problem(q, k, v, "BHLD", rules.at(offset if banded else None, lengths))
+        problem = validate.attention_problem(q, k, v, "BHLD", rules.at(offset if placed else None, lengths))
+        if rules.sinks is not None:
+            rules = rules._replace(sinks=None)      # they count once
         parts.append((problem, slice(start, stop), choose(problem, rules.algorithm, weights=need_weights)[0]))
     return parts
 

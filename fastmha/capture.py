@@ -178,8 +178,12 @@ def _part(problem: Problem, scaling: tuple[float, float], batch: slice, heads: s
 
     offset = None if problem.offset is None else problem.offset[batch] + rows.start
     starts, lengths = (None if x is None else x[batch] for x in (problem.key_starts, problem.key_lengths))
+    sinks, alibi = (None if x is None else x[heads] for x in (problem.sinks, problem.alibi))
+    draws = problem.draws
+    if draws is not None:       # the weights that multiply the values: as dropout leaves them
+        draws = (*draws[:2], draws[2] + batch.start, draws[3] + heads.start, draws[4] + rows.start)
     return Problem(problem.q[batch, heads, rows], problem.k[batch, kv], problem.v[batch, kv, :, :0], cut(problem.bool_mask),
-                   cut(problem.additive_mask), offset, starts, lengths, *problem.window, *scaling)
+                   cut(problem.additive_mask), offset, starts, lengths, *problem.window, *scaling, sinks, alibi, draws)
 
 
 def _reduced(weights: np.ndarray, reduce: str | None) -> np.ndarray:

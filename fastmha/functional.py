@@ -20,7 +20,8 @@ def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
     key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
-    softcap: float | None = None, algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None,
+    softcap: float | None = None, sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0,
+    seed: int | None = None, algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None,
     capture: Capture | None = None, num_threads: int | None = None,
 ) -> Any:
     """Scaled dot-product attention on heads: softmax(scale · q kᵀ, masked) v [1]_.
@@ -47,8 +48,8 @@ def attention(
                          x x . .                                 x x x x
 
     offset : int or (B,) array of int, optional
-        Position of query 0 among the keys, for `is_causal` and `window`, within ±2**61. Default 0 where Lq == Lk; must be given
-        elsewhere.
+        Position of query 0 among the keys, for `is_causal`, `window` and `alibi`, within ±2**61. Default 0 where Lq == Lk; must be
+        given elsewhere.
     key_padding_lengths : (B,) array of int, optional
         Valid keys of each batch row, 0 to Lk; those behind are removed.
     key_ranges : (starts, ends), optional
@@ -65,6 +66,18 @@ def attention(
         Factor of the products, default 1/sqrt(D).
     softcap : float, optional
         Scores s become ``softcap * tanh(s / softcap)``, before any mask.
+    sinks : (H,) array of q's dtype, optional
+        Logits of query heads that join the denominator alone: the weights of a row of head h add up to less than 1 by
+        ``exp(sinks[h] - lse)``.
+    alibi : (H,) array of q's dtype, optional
+        Slopes: scores get ``-alibi[h] * |i + offset - j|``, behind the softcap and before any mask [2]_; no array of (Lq, Lk) is
+        made.
+    dropout : float
+        Each weight is 0 with this probability p, 0 <= p < 1, and divided by 1 - p elsewhere. What is drawn for a pair follows from
+        (seed, b, h, i, j) alone [3]_: the same for every algorithm, tiling and number of threads, never stored, drawn again
+        backward.
+    seed : int, with `dropout`
+        0 to 2**64 - 1. A call with the same seed draws the same.
     algorithm : {"auto", "blas", "tiled", "decode"}
         "blas": scores in blocks, products by BLAS. "tiled": fused, O(L) memory. "decode": few queries, many keys, forward
         only. "auto" chooses (see `fastmha.plan`).
@@ -83,7 +96,7 @@ def attention(
     out : (B, H, Lq, Dv) array in the layout asked for
         A query from which every key is removed gives zeros.
     lse : (B, H, Lq) array, with ``return_lse=True``
-        Natural logarithm; -inf for a query from which every key is removed.
+        Natural logarithm, of the sum with the sink; for a query from which every key is removed that sink, or -inf.
     captured : array, with `capture`
         (B, n_heads, n_rows, Lk), or what `Capture.reduce` leaves of it; always the last.
 
@@ -114,6 +127,9 @@ def attention(
     References
     ----------
     .. [1] Vaswani et al., "Attention Is All You Need", 2017, equation (1).
+    .. [2] Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", 2022.
+    .. [3] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: Philox4x32-10 of the counter (j / 4, i, h, b), whose
+       word j % 4 is that of key j.
 
     Examples
     --------
@@ -124,7 +140,8 @@ def attention(
     >>> fastmha.attention(q, k, v, is_causal=True).shape
     (2, 8, 16, 64)
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
+                  alibi, dropout, seed)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm)
     if return_lse is not False:
@@ -139,7 +156,8 @@ def attention(
         sides = dict(zip(validate.KEY_RANGES, key_ranges or ()))
         result = target = validate.output(out, shape, problem.dtype,
                                                  {"q": q, "k": k, "v": v, "mask": mask, "offset": offset,
-                                                  "key_padding_lengths": key_padding_lengths, **sides})
+                                                  "key_padding_lengths": key_padding_lengths, "sinks": sinks, "alibi": alibi,
+                                                  **sides})
         if not _core.in_place(result):
             target = np.empty(shape, problem.dtype)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
@@ -158,9 +176,10 @@ def attention_backward(
     layout: str = "BHLD", mask: np.ndarray | None = None, is_causal: bool = False, offset: int | np.ndarray | None = None,
     key_padding_lengths: np.ndarray | None = None, key_ranges: KeyRanges | None = None,
     window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
-    algorithm: str = "auto", num_threads: int | None = None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of `attention` with respect to q, k and v.
+    sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0, seed: int | None = None,
+    need_bias_grad: bool = False, algorithm: str = "auto", num_threads: int | None = None,
+) -> tuple[np.ndarray, ...]:
+    """Gradients of `attention` with respect to q, k and v, and to sinks and an additive mask.
 
     Parameters
     ----------
@@ -170,14 +189,22 @@ def attention_backward(
         As in `attention`.
     out, lse : arrays
         What ``attention(..., return_lse=True)`` returned for the same arguments.
-    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, algorithm, num_threads
+    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
         As in `attention`.
+    algorithm, num_threads
+        As in `attention`.
+    need_bias_grad : bool
+        Also return the gradient of the mask, which must be one of floats: a pass of its own, two products more than five.
 
     Returns
     -------
     grad_q, grad_k, grad_v : arrays of the full shapes of q, k and v
         Fresh arrays, also where an input was a broadcast view; from 128 KB on three views of one piece of memory. A removed pair
         contributes exactly nothing.
+    grad_sinks : (H,) array, where sinks were given
+    grad_mask : array of the mask's own shape, with ``need_bias_grad=True``
+        Summed over the axes that the mask is broadcast along, in double precision; no array of (B, H, Lq, Lk) is made unless the
+        mask is one. 0 where it removes a pair.
 
     Raises
     ------
@@ -187,14 +214,20 @@ def attention_backward(
     Notes
     -----
     With P = exp(S - lse): grad_v = Pᵀ grad_out, dP = grad_out vᵀ, dS = P ∘ (dP - rowsum(P ∘ dP)), grad_q = scale · dS k,
-    grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads.
+    grad_k = scale · dSᵀ q; grad_k and grad_v are summed over the query heads of a group, in the order of the heads. With dropout,
+    grad_v is that of the weights as they were dropped, and dP of those. grad_sinks is the sum of
+    -exp(sinks - lse) rowsum(P ∘ dP).
 
     exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
     lse exceeds those by more than rounding, because it was taken over more keys.
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
+                  alibi, dropout, seed)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm, backward=True)
+    if validate.flag("need_bias_grad", need_bias_grad) and problem.additive_mask is None:
+        came = "no mask" if mask is None else "one of bool"
+        raise ValueError(f"need_bias_grad needs a mask of {problem.dtype}, which is added to the scores, got {came}")
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     dtype = problem.dtype
 
@@ -208,9 +241,10 @@ def attention_backward(
     grad_out, out = validate.usable(grad_out)[0], validate.usable(out)[0]
     grads = algorithms.empty_together([shape(*s) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))], dtype)
     grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
-    algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")), _by_head(grad_out, layout),
-                        grad_q, grad_k, grad_v, workers)
-    return grads[0], grads[1], grads[2]
+    grad_mask = np.empty(problem.additive_mask.shape, dtype) if need_bias_grad and problem.additive_mask is not None else None
+    grad_sinks = algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")),
+                                     _by_head(grad_out, layout), grad_q, grad_k, grad_v, workers, grad_mask)
+    return *grads, *(g for g in (grad_sinks, grad_mask) if g is not None)
 
 
 def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray, *,
@@ -279,7 +313,8 @@ def plan(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, *, layout: str = "BHLD", mask: np.ndarray | None = None,
     is_causal: bool = False, offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
     key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
-    softcap: float | None = None, algorithm: str = "auto", return_lse: bool = False, capture: Capture | None = None,
+    softcap: float | None = None, sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0,
+    seed: int | None = None, algorithm: str = "auto", return_lse: bool = False, capture: Capture | None = None,
     num_threads: int | None = None, backward: bool = False,
 ) -> Plan:
     """What `attention` with these arguments would do: algorithm and reasons, tiles, work, copies, scratch, balance.
@@ -295,7 +330,8 @@ def plan(
     >>> fastmha.plan(q, k, k).algorithm
     'decode'
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges)
+    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
+                  alibi, dropout, seed)
     problem = validate.attention_problem(q, k, v, layout, rules, values=False)
     validate.flag("return_lse", return_lse)
     if capture is not None:

@@ -119,6 +119,8 @@ class AttentionModule:
         # W_in, W_out and those of W_context as the kernels' own product reads them
         self._packed: tuple[np.ndarray, ...] | None = None
         self.grad_context: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None
+        self.grad_sinks: np.ndarray | None = None
+        self.grad_mask: np.ndarray | None = None
         for name in ("W_Q", "W_K", "W_V", "W_O"):
             view = self._view(name)
             view[...] = generator.standard_normal(view.shape) * math.sqrt(2 / sum(view.shape))
@@ -239,8 +241,9 @@ class AttentionModule:
         return {**self.__dict__, "_kept": None, "_packed": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"_W_context": {}, "_kdim": state["d_model"], "_vdim": state["d_model"], **state})
-        self._columns = self._side_by_side()    # these four are not in pickles of before a context had its own widths
+        self.__dict__.update({"_W_context": {}, "_kdim": state["d_model"], "_vdim": state["d_model"], "grad_sinks": None,
+                              "grad_mask": None, **state})      # pickles of before have none of these
+        self._columns = self._side_by_side()
         for name in ("_W_in", "_W_out", "_b_in", "_b_out"):     # pickles may bring memory that can never be writable
             array = getattr(self, name)
             if array is not None and not array.flags.owndata:
@@ -318,6 +321,13 @@ class AttentionModule:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
         if validate.flag("is_causal", rules.is_causal) is not rules.is_causal:      # NumPy's own
             rules = rules._replace(is_causal=bool(rules.is_causal))
+        if rules.dropout != 0 or rules.seed is not None:
+            draws = validate.drawing(rules.dropout, rules.seed)
+            if cache is not None and training and draws is not None:
+                raise ValueError("dropout and cache cannot be given together: such a call keeps nothing for backward, got "
+                                 f"dropout {validate.short(rules.dropout)}")
+            if not training:
+                rules = rules._replace(dropout=0.0, seed=None)
         X = self._input("X", X, self.d_model)
         if transform_qk is not None and not callable(transform_qk):
             raise TypeError(f"transform_qk must be callable or None, got {validate.short(transform_qk)}")
@@ -479,13 +489,15 @@ class AttentionModule:
             self._grads = {name: np.empty(a.shape, a.dtype) for name, a in self._arrays().items()}
         return self._grads
 
-    def backward(self, grad_output: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
+    def backward(self, grad_output: np.ndarray, *, need_bias_grad: bool = False, num_threads: int | None = None) -> np.ndarray:
         """Gradients of the last training forward.
 
         Parameters
         ----------
         grad_output : (B, L, d_out) array of real numbers
             Gradient of the loss with respect to the output.
+        need_bias_grad : bool
+            Also the gradient of the forward's mask, which must have been one of floats.
         num_threads : int, optional
             Threads for this call.
 
@@ -493,14 +505,15 @@ class AttentionModule:
         -------
         grad_X : (B, L, d_model) array
             Also written: ``grad_W_Q`` … ``grad_b_O`` (overwritten, not accumulated) and, after a forward with a context,
-            ``grad_context``, a pair where that was a pair. May be called again after one forward. A `transform_qk` of the
+            ``grad_context``, a pair where that was a pair, ``grad_sinks`` after one with sinks, and ``grad_mask`` with
+            `need_bias_grad`, else None. May be called again after one forward. A `transform_qk` of the
             forward is gone back through by its attribute ``backward``.
 
         Raises
         ------
         ValueError
-            Without a kept forward, on a frozen module, for a grad_output of another shape than the output, or after a forward
-            with a `transform_qk` that has no ``backward``.
+            Without a kept forward, on a frozen module, for a grad_output of another shape than the output, with `need_bias_grad`
+            after a forward without a mask of floats, or after a forward with a `transform_qk` that has no ``backward``.
         """
         if self._frozen:
             raise ValueError("backward needs a module that is not frozen: call unfreeze() and forward first")
@@ -510,6 +523,10 @@ class AttentionModule:
         if kept.transform_qk is not None and not callable(getattr(kept.transform_qk, "backward", None)):
             raise ValueError("backward needs transform_qk of the forward before it to have an attribute "
                              "backward(grad_q, grad_k, positions) -> (grad_q, grad_k), got one without")
+        mask = kept.problem.additive_mask
+        if validate.flag("need_bias_grad", need_bias_grad) and mask is None:
+            raise ValueError("need_bias_grad needs a forward with a mask of floats, which is added to the scores, got "
+                             f"{'no mask' if kept.problem.bool_mask is None else 'one of bool'}")
         B, L, _ = kept.sources[0].shape
         g = validate.real_array("grad_output", grad_output, self.dtype, 3, "(B, L, d_out)")
         if g.shape != (B, L, self._d_out):
@@ -528,13 +545,16 @@ class AttentionModule:
         grad_projected = [np.empty((*x.shape[:2], self._width(letters)), self.dtype)
                           for x, letters in zip(kept.sources, together)]
         grad_q, grad_k, grad_v = self._heads(grad_projected)
-        algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse,
-                            grad_concat if contiguous else _split(grad_concat, self._H), grad_q, grad_k, grad_v, workers)
+        grad_mask = np.empty(mask.shape, self.dtype) if need_bias_grad and mask is not None else None
+        grad_sinks = algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse,
+                                         grad_concat if contiguous else _split(grad_concat, self._H), grad_q, grad_k, grad_v,
+                                         workers, grad_mask)
         if kept.transform_qk is not None and kept.positions is not None:
             _transform(kept.transform_qk, grad_q, grad_k, kept.positions, backward=True)
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
         algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas)
         grad_X, *grad_C = [self._input_gradients(*of, workers) for of in zip(kept.sources, grad_projected, together)]
+        self.grad_sinks, self.grad_mask = grad_sinks, grad_mask
         self.grad_context = (grad_C[0], grad_C[1]) if len(grad_C) == 2 else grad_C[0] if grad_C else None
         if self._b_out is not None:
             _sum_rows(g, grads["b_out"])

@@ -57,6 +57,8 @@ class MultiHeadAttention(AttentionModule):
         Written by `backward`.
     grad_context : array, pair of arrays or None
         Written by `backward` after a forward with a context; of its shape, for a pair (keys, values) a pair.
+    grad_sinks, grad_mask : arrays or None
+        Written by `backward` after a forward with sinks, and with ``need_bias_grad=True`` after one with a mask of floats.
     num_parameters : int
     intermediates : dict
 
@@ -130,6 +132,7 @@ class MultiHeadAttention(AttentionModule):
         context: np.ndarray | tuple[np.ndarray, np.ndarray] | KVCache | None = None, is_causal: bool = False,
         offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
         key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+        sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0, seed: int | None = None,
         cache: KVCache | None = None, need_weights: bool = False, training: bool = True, num_threads: int | None = None,
         transform_qk: Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> Any:
@@ -146,12 +149,14 @@ class MultiHeadAttention(AttentionModule):
             Keys and values come from it instead of X (cross-attention); from the arrays of a tuple (keys, values) each from
             its own, which is the only way where kdim is not vdim. Those of a cache are taken as they are, each row's up
             to its length, and it does not change: see `project_context`.
-        is_causal, offset, key_padding_lengths, key_ranges, window, softcap
-            As in `fastmha.attention`. With a cache, offset is the cached length of each row and cannot be given, and
-            key_padding_lengths counts the valid new tokens of each row: only these are appended, and those behind attend
+        is_causal, offset, key_padding_lengths, key_ranges, window, softcap, sinks, alibi
+            As in `fastmha.attention`, sinks and alibi of the module's dtype. With a cache, offset is the cached length of each row
+            and cannot be given, and key_padding_lengths counts the valid new tokens of each row: only these are appended, and those behind attend
             nothing (their output is b_O, or 0). key_ranges counts all keys, those of the cache from 0 on as they lie there, then
             the new ones, and may lie beyond them: rows whose prompts were padded on the left take ``(starts, None)`` in every
             call. A cache that is a ring takes none.
+        dropout, seed
+            As in `fastmha.attention`, on the weights. Nothing is dropped with ``training=False``; not together with a cache.
         cache : KVCache, optional
             The new keys and values are appended to it, and the queries attend to all that it holds then. If anything is wrong
             it is as it was. Such a call keeps nothing for backward. A ring needs a window whose left side is at most its own,
@@ -201,7 +206,7 @@ class MultiHeadAttention(AttentionModule):
         (1, 5, 64)
         """
         rules = Rules(mask, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads,
-                      key_ranges)
+                      key_ranges, sinks, alibi, dropout, seed)
         return self._forward(X, rules, need_weights, training, context, cache, transform_qk)
 
     def plan(self, batch_size: int, seq_len: int, *, seq_len_k: int | None = None, is_causal: bool = False,

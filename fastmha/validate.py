@@ -58,6 +58,10 @@ class Rules(NamedTuple):
     algorithm: Any = "auto"
     num_threads: Any = None
     key_ranges: Any = None
+    sinks: Any = None
+    alibi: Any = None
+    dropout: Any = 0.0
+    seed: Any = None
 
     def at(self, offset: Any, key_padding_lengths: Any) -> Rules:
         """These rules with another offset and other padding lengths; `_replace` would cost a step of few microseconds more."""
@@ -99,12 +103,13 @@ def cut(text: Any) -> str:
 _MASK = "it is mask here, where True = may NOT attend, or floats are added to the scores"
 _LENGTHS = "the valid keys of each batch row are key_padding_lengths here"
 _WINDOW = "it is window here, a pair (left, right) in which None is unbounded"
-_NO_DROPOUT = "there is no dropout here"
+_DROPOUT = "it is dropout here, with a seed"
 _SHARED_NAMES = {
     "attn_mask": _MASK, "bias": _MASK, "attn_bias": _MASK,
     "attention_mask": f"{_MASK}; one of (B, Lk) that is 1 for valid keys is mask=(attention_mask == 0)[:, None, None, :]",
     "key_padding_mask": f"{_LENGTHS}, or mask=key_padding_mask[:, None, None, :], where True = may NOT attend",
-    "dropout": _NO_DROPOUT, "dropout_p": _NO_DROPOUT, "causal": "it is is_causal here",
+    "dropout_p": _DROPOUT, "attention_dropout": _DROPOUT, "causal": "it is is_causal here",
+    "alibi_slopes": "it is alibi here, one slope for each query head", "s_aux": "it is sinks here, one for each query head",
     "window_size": _WINDOW, "sliding_window": _WINDOW, "local_window_size": _WINDOW,
     "soft_cap": "it is softcap here", "logits_soft_cap": "it is softcap here",
     "enable_gqa": "fewer heads of k and v than of q are grouped without being asked to",
@@ -119,7 +124,7 @@ TEXTBOOK_NAMES = CALL_NAMES | {
     "key_padding_mask": "it is mask=key_padding_mask[:, None, None, :] here (where all operands have 3 axes, [:, None, :] as "
                         "well), True = may NOT attend",
     "need_weights": "the weights are returned always",
-    **dict.fromkeys(("is_causal", "scale", "key_padding_lengths", "key_ranges", "window", "softcap"),
+    **dict.fromkeys(("is_causal", "scale", "key_padding_lengths", "key_ranges", "window", "softcap", "sinks", "alibi", "dropout"),
                     "fastmha.attention takes it"),
 }
 FORWARD_NAMES = _SHARED_NAMES | {
@@ -132,7 +137,7 @@ MODULE_NAMES = {
     **dict.fromkeys(("embed_dim", "hidden_size", "n_embd", "dim"), "it is d_model here"), "bias": "it is use_bias here",
     **dict.fromkeys(("n_heads", "n_head", "nhead", "heads", "num_attention_heads"), "it is num_heads here"),
     **dict.fromkeys(("n_kv_heads", "num_key_value_heads"), "it is num_kv_heads here"),
-    "dim_head": "it is head_dim here", "dropout": _NO_DROPOUT,
+    "dim_head": "it is head_dim here", "dropout": "it is dropout of forward, with a seed",
     "batch_first": "arrays are always (B, L, d_model)", "device": "everything is computed on the CPU",
     **dict.fromkeys(("add_bias_kv", "add_zero_attn"), "there is no such key here"),
     **dict.fromkeys(("causal", "is_causal"), "it is is_causal of forward"),
@@ -234,7 +239,7 @@ def integer(name: str, value: Any, minimum: int | None = None, maximum: int = 2*
         raise TypeError(f"{name} must be an integer, got {short(value)}")
     number = int(value)
     if minimum is not None and not minimum <= number <= maximum:
-        above = f"at most {maximum}{why}" if maximum < 2**63 - 1 else "below 2**63"
+        above = f"at most {maximum}{why}" if maximum < 2**63 - 1 else f"below 2**{maximum.bit_length()}"
         raise ValueError(f"{name} must be {f'at least {minimum}' if number < minimum else above}, got {short(number)}")
     return number
 
@@ -286,7 +291,7 @@ def heads(name: str, x: Any, layout: str) -> np.ndarray:
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
-    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges = rules
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed = rules
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout), heads("k", k, layout), heads("v", v, layout)
@@ -335,10 +340,16 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
             copied += additive_mask.nbytes
             additive_mask = np.broadcast_to(additive_mask, mask.shape)
     left, right = band(is_causal, window)
-    offsets = None
-    if right is None and window is None:
+    offsets = draws = None
+    if sinks is not None:
+        sinks = _of_heads("sinks", sinks, H, q.dtype)
+    if alibi is not None:
+        alibi = _of_heads("alibi", alibi, H, q.dtype)
+    if dropout != 0 or seed is not None:
+        draws = drawing(dropout, seed)
+    if right is None and window is None and alibi is None:
         if offset is not None:
-            raise ValueError(f"offset is given ({short(offset)}) but neither is_causal nor window, which it would shift")
+            raise ValueError(f"offset is given ({short(offset)}) but none of is_causal, window and alibi, which it would shift")
     else:
         offsets = _offsets(offset, B, Lq, Lk)
     starts = lengths = None
@@ -347,9 +358,32 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     if key_ranges is not None:
         starts, lengths = _within(lengths, *ranges(key_ranges, B, Lk, "Lk"))
     factor, cap = scaling(scale, softcap, D, q.dtype)
-    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, starts, lengths, left, right, factor, cap)
+    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
     return problem
+
+
+def _of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
+    """values as a contiguous (H,) array of `dtype`."""
+    values = floats(name, values)
+    same_dtype(name, values, "q", dtype)
+    if values.shape != (H,):
+        raise ValueError(f"{name} must have shape (H,) = ({H},), one for each query head, got {values.shape}")
+    return np.require(values, None, ("C", "A"))
+
+
+def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int] | None:
+    """(probability, seed, and the numbers of the first batch row, head and query in the draws), None where nothing is dropped."""
+    real = isinstance(dropout, Real) and not isinstance(dropout, (bool, np.bool_))
+    if not real:
+        raise TypeError(f"dropout must be a number in [0, 1), got {short(dropout)}")
+    if not 0 <= dropout < 1 or float(dropout) == 1:
+        raise ValueError(f"dropout must be a number in [0, 1), got {short(dropout)}")
+    if seed is None:
+        raise ValueError("seed must be given with dropout, an int from 0 to 2**64 - 1, another one for each call that is to draw "
+                         f"anew; got dropout {short(dropout)} and no seed")
+    number = integer("seed", seed, 0, 2**64 - 1)
+    return (float(dropout), number, 0, 0, 0) if float(dropout) > 0 else None
 
 
 def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, float]:
@@ -455,7 +489,7 @@ def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
     if offset is None:
         if Lq != Lk:
             raise ValueError(
-                f"offset must be given with is_causal or window where q has length {Lq} and k has length {Lk}: "
+                f"offset must be given with is_causal, window or alibi where q has length {Lq} and k has length {Lk}: "
                 f"0 lets query 0 see key 0, Lk - Lq = {Lk - Lq} lets the last query see the last key"
             )
         return np.zeros(B, np.int64)

@@ -23,11 +23,11 @@ typedef struct {
 
 enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is not 1; inverse may not be 1, and sum counts */
 
-/* Scratch of one thread: scores^T, grad_scores^T and slopes of the softcap (keys, queries); of a tile, sums of grad_k
+/* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; what is kept of all blocks
  * of a head where it is one item, else of one block. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
 
@@ -39,6 +39,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, int mode, REA
     m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->grad_scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->slopes = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
+    m->kept = FMHA_NAME(take)(memory, &used, p->dropout.factor != 0 ? TILE_KEYS * BLOCK_ROWS : 0);
     m->grad_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
     m->grad_v = FMHA_NAME(take)(memory, &used, TILE_KEYS * value_width);
     m->copy_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
@@ -101,7 +102,7 @@ static int FMHA_NAME(backward_scores)(const FMHA_NAME(backward) *w, FMHA_NAME(ro
     const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
     REAL *slope = p->softcap != 0 ? w->m.slopes : NULL;
     int touched = FMHA_NAME(touched)(p, block, j, n);
-    *masked = touched || slope;
+    *masked = touched || FMHA_NAME(rescored)(p);
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
     int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
     /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
@@ -109,6 +110,7 @@ static int FMHA_NAME(backward_scores)(const FMHA_NAME(backward) *w, FMHA_NAME(ro
                            w->m.scores);
     /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
     FMHA_NAME(product_scores)(block, banded, n, p->Dv, v, ldv, packed->grad_out, w->m.grad_scores);
+    if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, w->m.grad_scores, w->m.kept);
     if (*masked) FMHA_NAME(mask_tile)(p, block, j, w->m.scores, slope);
     return banded;
 }
@@ -119,10 +121,8 @@ static void FMHA_NAME(own_sums)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     const fmha_run *run = w->run;
     ptrdiff_t queries = block->queries;
     REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS];
-    for (ptrdiff_t q = 0; q < queries; q++) {
-        peak[q] = NEGATIVE_INFINITY;
-        total[q] = delta[q] = 0;
-    }
+    FMHA_NAME(begin_rows)(&run->p, block, peak, total);
+    memset(delta, 0, sizeof delta);
     for (ptrdiff_t j = block->j0 / TILE_KEYS * TILE_KEYS, n; j < block->j1; j += n) {
         ptrdiff_t low = j < block->j0 ? block->j0 : j;
         n = TILE_KEYS;
@@ -174,6 +174,7 @@ static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(row
         to->inverse[r] = 1;
         to->delta[r] = to->sum[r] = 0;
         if (r >= block->rows) continue;
+        REAL sink = FMHA_NAME(sink)(p, block->head[r]);
         if (known) {
             const REAL *state = (const REAL *)run->row_states + FMHA_NAME(row_at)(run, block, r) * FMHA_ROW_STATE;
             to->shift[r] = state[FMHA_ROW_SHIFT];
@@ -184,6 +185,7 @@ static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(row
         }
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)];
         if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
+        if (p->sinks) to->sum[r] = FMHA_NAME(exp_of)(sink - to->shift[r]);
         if (FMHA_NAME(is_far)(w, lse)) {
             kind |= FMHA_NAME(far_block);
             any |= own[r] = (char)(w->few || lse > HUGE_LSE || lse < -HUGE_LSE);
@@ -316,23 +318,17 @@ static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, pt
     }
 }
 
-/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
- * latter two without the factor scale; NULL where not wanted. */
-static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
-                                      ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+/* The tile that backward_scores has left, of n keys: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or NULL. */
+static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                                     int banded, int masked, ptrdiff_t n, const REAL *slope)
 {
-    const fmha_run *run = w->run;
-    const fmha_problem *p = &run->p;
-    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld, ldk = p->k.stride[2];
-    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
-    REAL *s = w->m.scores, *g = w->m.grad_scores, *slope = p->softcap != 0 ? w->m.slopes : NULL;
-    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
+    ptrdiff_t queries = block->queries;
+    REAL *s = w->m.scores, *g = w->m.grad_scores;
     int far = ((int)*packed->kind & FMHA_NAME(far_block)) != 0;
-    if (banded < 0) return;
     for (ptrdiff_t q = 0, vectors; q < queries; q += vectors * LANES) {
         vectors = !banded && (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
         ptrdiff_t low = banded ? block->low[q / LANES] : 0, keys = banded ? block->high[q / LANES] - low : n, at = low * queries + q;
-        REAL *slope_at = slope ? slope + at : NULL;
+        const REAL *slope_at = slope ? slope + at : NULL;
 #define GRADIENT(many, masks, distant) \
     FMHA_NAME(gradient_columns)(many, masks, distant, keys, queries, s + at, g + at, masks ? slope_at : NULL, packed, q)
         if (vectors == MICRO_VECTORS && !masked && !far) GRADIENT(MICRO_VECTORS, 0, 0);
@@ -342,6 +338,24 @@ static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(ro
         else GRADIENT(1, 1, 1);
 #undef GRADIENT
     }
+}
+
+/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
+ * latter two without the factor scale; NULL where not wanted. */
+static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                                      ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+{
+    const fmha_run *run = w->run;
+    const fmha_problem *p = &run->p;
+    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld, ldk = p->k.stride[2];
+    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    REAL *s = w->m.scores, *g = w->m.grad_scores;
+    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
+    if (banded < 0) return;
+    FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, n, p->softcap != 0 ? w->m.slopes : NULL);
+    for (ptrdiff_t q = 0; grad_v && p->dropout.factor != 0 && q < queries; q += LANES)
+        for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)
+            v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
     if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
         int finite = w->grad_out_finite || !touched;
         const REAL *rows = FMHA_NAME(block_matrix)(&run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
@@ -382,6 +396,15 @@ static void FMHA_NAME(write_scaled)(const fmha_problem *p, ptrdiff_t rows, const
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     FMHA_NAME(write_rows)(rows, p->D, factor, from, ld, to, stride);
     if (rest != 1) FMHA_NAME(write_rows)(rows, p->D, rest, to, stride, to, stride);
+}
+
+/* Whether masks, causality, window and lengths leave query i of head h nothing. Slow: key after key. */
+static int FMHA_NAME(row_is_empty)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i)
+{
+    fmha_block head = {.b = b, .h = h};
+    for (ptrdiff_t j = 0; j < p->Lk; j++)
+        if (!FMHA_NAME(removed)(p, &head, i, j)) return 0;
+    return 1;
 }
 
 /* Item: a key/value head (FMHA_WHOLE), one block of its group's rows (FMHA_QUERIES) or one tile of its keys (FMHA_KEYS). */
@@ -454,10 +477,81 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
         ptrdiff_t h = hkv * group + row / p->Lq, i = row % p->Lq, at = row - item.i0;
         REAL *to = (REAL *)run->grad_q.data + b * run->grad_q.stride[0] + h * run->grad_q.stride[1] + i * run->grad_q.stride[2];
         FMHA_NAME(write_scaled)(p, 1, packed->grad_q + at * width, width, to, 0);
-        if (mode == FMHA_WHOLE || item.cols == 0) continue;
+        if (!run->row_states || item.cols == 0) continue;
         REAL *state = (REAL *)run->row_states + ((b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
         state[FMHA_ROW_SHIFT] = packed->shift[at];
         state[FMHA_ROW_INVERSE] = packed->inverse[at];
         state[FMHA_ROW_DELTA] = packed->delta[at];
+        /* only a sink sees the delta of an empty row, which is 0 whatever grad_out holds */
+        if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, b, h, i)) state[FMHA_ROW_DELTA] = 0;
     }
+}
+
+/* ----------------------------------------------------------------------------------------- the gradient of an additive mask */
+
+/* Scratch of one thread: of a backward pass over tiles of keys, and the sums of an item (keys, rows), in double precision: they may
+ * run over all batch rows, heads and queries. */
+static ptrdiff_t FMHA_NAME(mask_gradient_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(backward_memory) *m, double **sums)
+{
+    ptrdiff_t used = FMHA_NAME(backward_layout)(p, FMHA_KEYS, memory, m);
+    *sums = (double *)FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS * (ptrdiff_t)(sizeof(double) / sizeof(REAL)));
+    return used;
+}
+
+static ptrdiff_t FMHA_NAME(mask_gradient_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(backward_memory) unused;
+    double *unused_sums;
+    return FMHA_NAME(mask_gradient_layout)(p, NULL, &unused, &unused_sums);
+}
+
+/* sums (keys, rows) <- sums + grad_scores^T (keys, queries), an axis of stride 0 summed over, of the keys that are at work. */
+static void FMHA_NAME(add_to_mask)(const FMHA_NAME(rows) *block, const REAL *g, double *sums, ptrdiff_t key_step, ptrdiff_t row_step)
+{
+    for (ptrdiff_t r = 0; r < block->rows; r += LANES) {
+        ptrdiff_t rows = block->rows - r < LANES ? block->rows - r : LANES;
+        for (ptrdiff_t k = block->low[r / LANES]; k < block->high[r / LANES]; k++) {
+            const REAL *from = g + k * block->queries + r;
+            double *to = sums + k * key_step + r * row_step;
+            for (ptrdiff_t l = 0; l < rows; l++) to[l * row_step] += (double)from[l];
+        }
+    }
+}
+
+/* Item: some rows and keys of the mask; what they are laid over, batch row after batch row, head after head, block after block. */
+static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    const ptrdiff_t *stride = run->grad_mask.stride, group = p->H / p->Hkv;
+    const ptrdiff_t key_step = stride[3] ? BLOCK_ROWS : 0, row_step = stride[2] ? 1 : 0;
+    ptrdiff_t b0 = stride[0] ? item.b : 0, b1 = stride[0] ? item.b + 1 : p->B, h0 = stride[1] ? item.h : 0, h1 = stride[1] ? item.h + 1 : p->H;
+    ptrdiff_t i0 = row_step ? item.i0 : 0, i1 = row_step ? item.i0 + item.rows : p->Lq;
+    ptrdiff_t j0 = key_step ? item.j0 : 0, j1 = key_step ? item.j0 + item.cols : p->Lk;
+    FMHA_NAME(backward) w = {.run = run};
+    FMHA_NAME(rows) block;
+    double *sums;
+    FMHA_NAME(mask_gradient_layout)(p, FMHA_NAME(scratch_of)(run, worker), &w.m, &sums);
+    memset(sums, 0, TILE_KEYS * BLOCK_ROWS * sizeof(double));
+    for (ptrdiff_t b = b0; b < b1; b++)
+        for (ptrdiff_t h = h0; h < h1; h++)
+            for (ptrdiff_t i = i0; i < i1; i += BLOCK_ROWS) {
+                if (fmha_pool_stopped()) return;
+                FMHA_NAME(block_rows)(p, &block, b, h / group, h % group * p->Lq + i, i1 - i < BLOCK_ROWS ? i1 - i : BLOCK_ROWS);
+                ptrdiff_t low = block.j0 > j0 ? block.j0 : j0, high = block.j1 < j1 ? block.j1 : j1;
+                if (low >= high) continue;
+                FMHA_NAME(prepare_block)(&w, &block, &w.m.packed, 1);
+                for (ptrdiff_t j = low, n; j < high; j += n) {
+                    n = high - j < TILE_KEYS ? high - j : TILE_KEYS;
+                    int masked, banded = FMHA_NAME(backward_scores)(&w, &block, &w.m.packed, j, n, &masked);
+                    if (banded < 0) continue;
+                    /* grad_mask <- grad_mask + P (dP - delta), behind the softcap */
+                    FMHA_NAME(gradient_tile)(&w, &block, &w.m.packed, banded, masked, n, NULL);
+                    FMHA_NAME(add_to_mask)(&block, w.m.grad_scores, sums + (key_step ? j - j0 : 0) * key_step, key_step, row_step);
+                }
+            }
+    REAL *to = (REAL *)run->grad_mask.data + item.b * stride[0] + item.h * stride[1] + item.i0 * stride[2] + item.j0 * stride[3];
+    for (ptrdiff_t i = 0; i < item.rows; i++)
+        for (ptrdiff_t k = 0; k < item.cols; k++) to[i * stride[2] + k * stride[3]] = (REAL)sums[k * BLOCK_ROWS + i];
 }

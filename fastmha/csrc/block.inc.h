@@ -222,6 +222,9 @@ static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdif
     return copy;
 }
 
+/* Whether scores are more than scaled products. */
+static inline int FMHA_NAME(rescored)(const fmha_problem *p) { return p->softcap != 0 || p->alibi != NULL; }
+
 /* Whether masks or ranges touch the tile of keys [j, j + n). */
 static inline int FMHA_NAME(touched)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
@@ -327,7 +330,30 @@ static void FMHA_NAME(mask_additive)(const fmha_array *mask, const FMHA_NAME(row
         }
 }
 
-/* scores^T (keys, queries), of each vector of rows the keys of its span: softcap, additive mask, then -inf where a pair is
+/* scores^T <- scores^T - alibi * distance there. */
+static void FMHA_NAME(alibi_columns)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
+                                     ptrdiff_t high, REAL *s)
+{
+    ptrdiff_t queries = block->queries, q = v * LANES, rows = block->rows - q < LANES ? block->rows - q : LANES;
+    REAL ahead[LANES], slope[LANES];
+    int64_t place[LANES];
+    int exact = j + high < EXACT_DISTANCE;
+    for (ptrdiff_t l = 0; l < LANES; l++) {
+        place[l] = l < rows ? (int64_t)block->query[q + l] + p->offset[block->b] : 0;
+        slope[l] = l < rows ? ((const REAL *)p->alibi)[block->head[q + l]] : 0;
+        ahead[l] = (REAL)(place[l] - j);
+        exact &= place[l] < EXACT_DISTANCE && place[l] > -EXACT_DISTANCE;
+    }
+    VEC from = v_load(ahead), slopes = v_load(slope);
+    for (ptrdiff_t k = low; exact && k < high; k++) {
+        REAL *to = s + k * queries + q;
+        v_store(to, v_load(to) - v_abs(from - v_splat((REAL)k)) * slopes);
+    }
+    for (ptrdiff_t k = low; !exact && k < high; k++)
+        for (ptrdiff_t l = 0; l < rows; l++) s[k * queries + q + l] += FMHA_NAME(alibi_term)(slope[l], place[l], j + k);
+}
+
+/* scores^T (keys, queries), of each vector of rows the keys of its span: softcap, alibi, additive mask, then -inf where a pair is
  * removed. slope, if given, gets the derivative of the softcap. */
 static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, REAL *s, REAL *slope)
 {
@@ -344,6 +370,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                 if (slope) v_store(slope + k * queries + v * LANES, v_splat(1) - t * t);
             }
         }
+        if (p->alibi) FMHA_NAME(alibi_columns)(p, block, v, j, low, high, s);
         if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
             FMHA_NAME(mask_additive)(&p->additive_mask, block, v, j, low, high, s);
         } else if (p->additive_mask.data) {
@@ -375,6 +402,40 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                 continue;
             }
             v_store(column + k * queries, v_select(i_within(first, i_splat(k), last), v_load(column + k * queries), gone));
+        }
+    }
+}
+
+/* x^T (keys, queries), of each vector of rows the keys of its span, <- x^T times what dropout draws, which kept^T gets if given. */
+static void FMHA_NAME(drop_tile)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, REAL *x, REAL *kept)
+{
+    const fmha_dropout *draws = &p->dropout;
+    ptrdiff_t queries = block->queries;
+    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+        ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
+        uint64_t query[PARTS][WIDES], head[PARTS][WIDES];
+        for (ptrdiff_t l = 0; l < LANES; l++) {
+            ptrdiff_t r = q + l < block->rows ? q + l : q;
+            query[l % PARTS][l / PARTS] = (uint64_t)(draws->i + block->query[r]);
+            head[l % PARTS][l / PARTS] = (uint64_t)(draws->h + block->head[r]);
+        }
+        for (ptrdiff_t quad = (j + low) / 4; 4 * quad < j + high; quad++) {
+            WIDE c[PARTS][4], word[4][PARTS];
+            for (ptrdiff_t part = 0; part < PARTS; part++) {
+                c[part][0] = w_splat(quad);
+                memcpy(&c[part][1], query[part], sizeof query[part]);
+                memcpy(&c[part][2], head[part], sizeof head[part]);
+                c[part][3] = w_splat(draws->b + block->b);
+                FMHA_NAME(philox)(draws->seed, c[part]);
+                for (int w = 0; w < 4; w++) word[w][part] = c[part][w];
+            }
+            for (int w = 0; w < 4; w++) {
+                ptrdiff_t k = 4 * quad + w - j;
+                if (k < low || k >= high) continue;
+                VEC factor = FMHA_NAME(drop_factor)(draws, word[w]);
+                v_store(x + k * queries + q, v_load(x + k * queries + q) * factor);
+                if (kept) v_store(kept + k * queries + q, factor);
+            }
         }
     }
 }

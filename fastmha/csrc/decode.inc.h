@@ -203,6 +203,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             shrink[r] = v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
             total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
             peak[r] = now;
+            FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
         }
         partly |= touched;
         for (ptrdiff_t e = 0; e < n; e += DECODE_VALUES) {
@@ -287,12 +288,13 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
         REAL *out = (REAL *)run->out.data + b * run->out.stride[0] + h * run->out.stride[1] + i * run->out.stride[2];
-        REAL peak = NEGATIVE_INFINITY, total = 0;
+        REAL sink = FMHA_NAME(sink)(p, h), peak = sink, total = 0;
         for (ptrdiff_t c = 0; c < chunks; c++) {
             REAL other = first.peak[c * size + r];
             peak = other > peak ? other : peak;
         }
         REAL shift = peak == NEGATIVE_INFINITY ? 0 : peak;
+        if (p->sinks) total = FMHA_NAME(exp_of)(sink - shift);
         FMHA_NAME(fill)(p->Dv, out, 0);
         for (ptrdiff_t c = 0; c < chunks; c++) {
             const REAL *sums = first.sums + c * size + r * value_width, own = first.total[c * size + r];

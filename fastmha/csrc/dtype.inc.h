@@ -1,5 +1,6 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
+#include "dropout.inc.h"
 #include "rows.inc.h"
 #include "activation.inc.h"
 #include "norm.inc.h"
@@ -18,6 +19,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .softmax_backward = FMHA_NAME(softmax_backward),
     .attend_rows = FMHA_NAME(attend_rows),
     .attend_rows_backward = FMHA_NAME(attend_rows_backward),
+    .drop_rows = FMHA_NAME(drop_rows),
     .divide_rows = FMHA_NAME(divide_rows),
     .all_finite = FMHA_NAME(all_finite),
     .copy_rows = FMHA_NAME(copy_rows),
@@ -35,6 +37,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .weights_scratch = FMHA_NAME(weights_scratch),
     .tiled_backward = FMHA_NAME(tiled_backward),
     .backward_scratch = FMHA_NAME(backward_scratch),
+    .mask_gradient = FMHA_NAME(mask_gradient),
+    .mask_gradient_scratch = FMHA_NAME(mask_gradient_scratch),
     .decode = FMHA_NAME(decode),
     .decode_scratch = FMHA_NAME(decode_scratch),
     .chunk_scratch = FMHA_NAME(chunk_scratch),
@@ -78,6 +82,14 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef LN2_LOW
 #undef NEGATIVE_INFINITY
 #undef LANES
+#undef WIDES
+#undef WIDE
+#undef w_splat
+#undef w_lane
+#undef w_product
+#undef WORD
+#undef PARTS
+#undef EXACT_DISTANCE
 #undef VEC
 #undef BLOCK_VECTORS
 #undef KEY_STEP

@@ -19,20 +19,32 @@ typedef struct {
 /* Element types of keys and values: the computation's, float16, bfloat16, the other one of float32 and float64. */
 enum { FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER };
 
+/* Dropout: a pair is dropped if its draw, of 32 bits, is below this; the others are multiplied by factor = 1 / (1 - p), 0 where there
+ * is no dropout. Draws are numbered by batch row, head and query, counted from these, and key. */
+typedef struct {
+    double factor;
+    uint32_t below;
+    uint64_t seed;
+    int64_t b, h, i;
+} fmha_dropout;
+
 /* One attention: everything below validation works from this and nothing else. */
 typedef struct {
     ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv;
     double scale;
     double softcap;             /* 0: none */
-    int banded;                 /* causal or window: offset, left and right count */
+    int banded;                 /* causal or window: left and right count */
     int64_t left, right;        /* i + offset - left <= j <= i + offset + right */
-    const int64_t *offset;      /* (B,), NULL where not banded */
+    const int64_t *offset;      /* (B,), NULL where neither banded nor with alibi */
     const int64_t *key_start;   /* (B,) the first valid key, NULL: 0 */
     const int64_t *key_length;  /* (B,) the end of the valid keys, no less than their start, NULL: Lk */
     int stored;                 /* element type of k and v; others than FMHA_SAME: forward of "tiled" and "decode" alone */
     fmha_array q, k, v;
     fmha_array bool_mask;       /* uint8, nonzero = removed */
     fmha_array additive_mask;   /* the dtype of q, -inf = removed */
+    const char *sinks;          /* (H,) of the dtype of q: exp(sinks[h]) joins the denominators of head h; NULL: none */
+    const char *alibi;          /* (H,) of the dtype of q: scores get -alibi[h] * |i + offset - j| before the masks; NULL: none */
+    fmha_dropout dropout;
 } fmha_problem;
 
 /* Rows i0 .. i0+rows of head (b, h) against keys j0 .. j0+cols: one block of scores, row stride ld. */
@@ -50,7 +62,7 @@ typedef struct {
 
 _Static_assert(FMHA_BLOCK_ROWS <= 64 && FMHA_DECODE_ROWS <= FMHA_BLOCK_ROWS, "rows of a block are bits of a uint64_t");
 
-/* What the first of two backward passes leaves for each row, and the number of these numbers. */
+/* What a backward pass may leave for each row, and the number of these numbers: P = exp(score - shift) * inverse, delta = sum(P dP). */
 enum { FMHA_ROW_SHIFT, FMHA_ROW_INVERSE, FMHA_ROW_DELTA, FMHA_ROW_STATE };
 
 /* The size of an operand from which on it is treated apart: half of the exponents of its type lie beyond it or its inverse. */
@@ -106,8 +118,9 @@ typedef struct {
     char *lse;                  /* (B, H, Lq) contiguous, NULL where a forward pass need not return it */
     char *weights;              /* (B, H, Lq, Lk) contiguous, tiled_weights only */
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
+    fmha_array grad_mask;       /* of an additive mask, in its shape: a pass of its own behind the others of backward */
     int mode;                   /* backward only */
-    char *row_states;           /* backward in two passes only: FMHA_ROW_STATE numbers for each row of (B, H, Lq) */
+    char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
     char *chunks;               /* decode: of each of its items, in their order, chunk_scratch elements */
@@ -126,10 +139,12 @@ typedef struct {
     /* scores (scaled products) -> exp(masked, capped scores - row maximum), 0 where removed; row_sum (rows) gets the
      * sums and lse (rows, may be NULL) the log of the sum of exponentials, -inf for an empty row. */
     void (*attend_rows)(const fmha_problem *p, const fmha_block *block, void *scores, void *row_sum, void *lse);
-    /* scores -> probabilities, grad_weights -> the gradient of the scaled products, both 0 where removed; lse (rows) of the
-     * block's rows; slopes: scratch for one row, with softcap. */
+    /* scores -> probabilities as dropout leaves them, grad_weights -> the gradient of the scaled products, both 0 where removed; lse
+     * (rows) of the block's rows; slopes: scratch for one row, with softcap; states: FMHA_ROW_STATE numbers for each row, or NULL. */
     void (*attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights, void *slopes,
-                                 const void *lse, const fmha_array *out, const fmha_array *grad_out);
+                                 const void *lse, const fmha_array *out, const fmha_array *grad_out, void *states);
+    /* scores (rows, cols) <- themselves times what dropout draws. */
+    void (*drop_rows)(const fmha_problem *p, const fmha_block *block, void *scores);
     /* x[i, :] <- x[i, :] / divisor[i], an empty row (divisor 0) to zeros. NaN reaches only what is not 0. */
     void (*divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x, ptrdiff_t ldx, const void *divisor);
 
@@ -164,6 +179,9 @@ typedef struct {
     ptrdiff_t (*merge_scratch)(const fmha_problem *p);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
+    /* The gradient of the additive mask, from the row states that either backward has left. */
+    void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
 
     /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch() elements.
      * packed: b (K, N) as gemm_pack has left it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns
@@ -275,6 +293,17 @@ static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, ptrdif
     else cut.first = whole;
     if (mode == FMHA_KEYS) cut.col_step = FMHA_TILE_KEYS;
     return cut;
+}
+
+/* Of an additive mask's gradient, in the shape of the mask: the strides of an axis that is broadcast are 0. */
+static inline fmha_cut fmha_mask_cut(const fmha_problem *p, const fmha_array *grad_mask)
+{
+    const ptrdiff_t *stride = grad_mask->stride;
+    ptrdiff_t heads = stride[1] ? p->H : 1;
+    return (fmha_cut){
+        .heads = heads, .last = (stride[0] ? p->B : 1) * heads, .rows = stride[2] ? p->Lq : 1, .row_step = FMHA_BLOCK_ROWS,
+        .cols = stride[3] ? p->Lk : 1, .col_step = FMHA_TILE_KEYS,
+    };
 }
 
 static inline fmha_cut fmha_decode_cut(const fmha_problem *p)

@@ -109,8 +109,18 @@ enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };      /* the sums are fini
 static inline REAL FMHA_NAME(reduction)(const fmha_problem *p)
 {
     REAL factor = (REAL)0.5;
-    for (ptrdiff_t n = 1; n < p->Lk; n *= 2) factor /= 2;
+    double most = p->dropout.factor > 1 ? p->dropout.factor * (double)p->Lk : (double)p->Lk;
+    for (double n = 1; n < most; n *= 2) factor /= 2;
     return factor;
+}
+
+/* The online softmax of a block before its first key: of nothing, or of the sinks. */
+static void FMHA_NAME(begin_rows)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *peak, REAL *total)
+{
+    for (ptrdiff_t q = 0; q < block->queries; q++) {
+        peak[q] = q < block->rows ? FMHA_NAME(sink)(p, block->head[q]) : NEGATIVE_INFINITY;
+        total[q] = peak[q] == NEGATIVE_INFINITY ? 0 : 1;
+    }
 }
 
 /* One block against all its keys. */
@@ -121,10 +131,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     REAL *packed = m->packed, *s = m->scores, *out = m->out, *peak = m->peak, *total = m->total, *shrink = m->shrink;
     REAL *lift = m->lift, *copy = m->copy, *converted = m->converted;
     if (!FMHA_NAME(pack_queries)(p, block, packed, lift)) lift = NULL;
-    for (ptrdiff_t q = 0; q < queries; q++) {
-        peak[q] = NEGATIVE_INFINITY;
-        total[q] = 0;
-    }
+    FMHA_NAME(begin_rows)(p, block, peak, total);
     memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
     int partly = 0;
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
@@ -139,7 +146,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(tile_scores)(p, block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, keys, ld, packed, lift, s);
         /* Where a band ends in the tile, each vector of rows works on its own keys: by steps, as above. */
-        if (touched || p->softcap != 0) {
+        if (touched || FMHA_NAME(rescored)(p)) {
             banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
             FMHA_NAME(mask_tile)(p, block, j, s, NULL);
         }
@@ -148,6 +155,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
             REAL factor = FMHA_NAME(reduction)(p);
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
         }
+        if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, s, NULL);
         /* out (queries, Dv) <- shrink * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld), *rows = copy;
         ldv = value_width;
@@ -321,10 +329,7 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
     REAL *s = m.scores, *out = m.out, *peak = m.peak, *total = m.total, *lift = m.lift;
     const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block.b, block.hkv, j0, n, p->D, m.converted, &ldk);
     if (!FMHA_NAME(pack_queries)(p, &block, m.packed, lift)) lift = NULL;
-    for (ptrdiff_t q = 0; q < queries; q++) {
-        peak[q] = NEGATIVE_INFINITY;
-        total[q] = 0;
-    }
+    FMHA_NAME(begin_rows)(p, &block, peak, total);
     int touched = FMHA_NAME(touched)(p, &block, j0, n);
     for (ptrdiff_t j = 0; j < n && !fmha_pool_stopped(); j += TILE_KEYS) {
         ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
@@ -334,7 +339,7 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
         }
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(tile_scores)(p, &block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * queries);
-        if (touched || p->softcap != 0) FMHA_NAME(mask_tile)(p, &block, j0 + j, s + j * queries, NULL);
+        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, &block, j0 + j, s + j * queries, NULL);
     }
     FMHA_NAME(softmax_block)(&block, 0, n, s, peak, total, m.shrink);
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
@@ -343,7 +348,10 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
             VEC e = v_load(s + k * queries + q);
             v_store(s + k * queries + q, v_select(v_equal(e, zero), zero, e * inverse));
         }
+        block.low[q / LANES] = 0;
+        block.high[q / LANES] = n;
     }
+    if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, &block, j0, s, NULL);
     FMHA_NAME(write_weights)(run, &block, n, s);
     const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block.b, block.hkv, j0, n, p->Dv, m.converted, &ldv);
     for (int careful = 0; careful < 2; careful++) {

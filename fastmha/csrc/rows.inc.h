@@ -13,10 +13,10 @@ static inline REAL FMHA_NAME(exp_row)(ptrdiff_t n, const REAL *x, REAL peak, REA
     return FMHA_NAME(sum)(total);
 }
 
-/* The largest score, NaN passed over. A row of only -inf and NaN, or of only -inf: 0, so that exp gives NaN or 0. */
-static inline REAL FMHA_NAME(row_peak)(ptrdiff_t n, const REAL *x)
+/* The largest score, and sink, NaN passed over. A row of only -inf and NaN, or of only -inf: 0, so that exp gives NaN or 0. */
+static inline REAL FMHA_NAME(row_peak)(ptrdiff_t n, const REAL *x, REAL sink)
 {
-    VEC best = v_splat(NEGATIVE_INFINITY);
+    VEC best = v_splat(sink);
     for (ptrdiff_t j = 0; j < n; j += LANES) {
         VEC s = v_load_n(x + j, n - j, NEGATIVE_INFINITY);
         best = v_max(s, best);
@@ -56,7 +56,7 @@ static void FMHA_NAME(softmax)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, p
     for (ptrdiff_t i = 0; i < rows; i++) {
         const REAL *x = (const REAL *)x_ + i * ldx;
         REAL *y = (REAL *)y_ + i * ldy;
-        REAL total = FMHA_NAME(exp_row)(cols, x, FMHA_NAME(row_peak)(cols, x), y);
+        REAL total = FMHA_NAME(exp_row)(cols, x, FMHA_NAME(row_peak)(cols, x, NEGATIVE_INFINITY), y);
         FMHA_NAME(divide_row)(cols, y, total);
     }
 }
@@ -78,7 +78,39 @@ static void FMHA_NAME(softmax_backward)(ptrdiff_t rows, ptrdiff_t cols, const vo
     }
 }
 
-/* softcap, additive mask, boolean mask on the keys [low, high) of one row; removed positions become -inf. */
+/* What joins the keys' scores in the denominators of head h. */
+static inline REAL FMHA_NAME(sink)(const fmha_problem *p, ptrdiff_t h)
+{
+    return p->sinks ? ((const REAL *)p->sinks)[h] : NEGATIVE_INFINITY;
+}
+
+static inline REAL FMHA_NAME(exp_of)(REAL x) { return v_lane(FMHA_NAME(exp)(v_splat(x)), 0); }
+
+#define EXACT_DISTANCE ((int64_t)1 << 22)       /* positions and keys below it, and their differences, are REALs */
+
+/* -alibi * |place - key|, rounded once from the distance as an integer. */
+static inline REAL FMHA_NAME(alibi_term)(REAL slope, int64_t place, ptrdiff_t key)
+{
+    int64_t apart = place - (int64_t)key;
+    return -slope * (REAL)(apart < 0 ? -apart : apart);
+}
+
+/* s[n] <- s - alibi * distance, of the keys from j on of row i. */
+static inline void FMHA_NAME(alibi_row)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t j, ptrdiff_t n, REAL *s)
+{
+    REAL slope = ((const REAL *)p->alibi)[block->h], ramp[LANES];
+    int64_t place = (int64_t)i + p->offset[block->b];
+    if (place > EXACT_DISTANCE || place < -EXACT_DISTANCE || j + n > EXACT_DISTANCE) {
+        for (ptrdiff_t k = 0; k < n; k++) s[k] += FMHA_NAME(alibi_term)(slope, place, j + k);
+        return;
+    }
+    for (ptrdiff_t l = 0; l < LANES; l++) ramp[l] = (REAL)(place - j - l);
+    VEC ahead = v_load(ramp);
+    for (ptrdiff_t k = 0; k < n; k += LANES)
+        v_store_n(s + k, v_load_n(s + k, n - k, 0) - v_abs(ahead - v_splat((REAL)k)) * slope, n - k);
+}
+
+/* softcap, alibi, additive mask, boolean mask on the keys [low, high) of one row; removed positions become -inf. */
 static inline void FMHA_NAME(mask_row)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t low,
                                        ptrdiff_t high, REAL *s)
 {
@@ -89,6 +121,7 @@ static inline void FMHA_NAME(mask_row)(const fmha_problem *p, const fmha_block *
             v_store_n(s + j, capped, n - j);
         }
     }
+    if (p->alibi) FMHA_NAME(alibi_row)(p, block, i, low, n, s);
     if (p->additive_mask.data) {
         const ptrdiff_t *stride = p->additive_mask.stride, step = stride[3];
         const REAL *m = (const REAL *)p->additive_mask.data + block->b * stride[0] + block->h * stride[1] + i * stride[2]
@@ -141,8 +174,9 @@ static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *bloc
         FMHA_NAME(fill)(low, s, 0);
         FMHA_NAME(fill)(block->cols - high, s + high, 0);
         FMHA_NAME(mask_row)(p, block, i, low + block->j0, high + block->j0, s + low);
-        REAL peak = FMHA_NAME(row_peak)(high - low, s + low);
+        REAL sink = FMHA_NAME(sink)(p, block->h), peak = FMHA_NAME(row_peak)(high - low, s + low, sink);
         REAL total = FMHA_NAME(exp_row)(high - low, s + low, peak, s + low);
+        if (p->sinks) total += FMHA_NAME(exp_of)(sink - peak);
         row_sum[r] = total;
         if (lse) lse[r] = total == 0 ? NEGATIVE_INFINITY : peak + REAL_LOG(total);
     }
@@ -159,9 +193,9 @@ static inline int FMHA_NAME(of_more_keys)(REAL lse, REAL own)
 }
 
 /* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
- * With p_j = exp(s_j - peak) * factor, t_j = tanh(product_j / softcap): g_j <- p_j (g_j - delta) (1 - t_j^2); delta is
- * sum_k p_k g_k, or *outer_delta. */
-static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, REAL *slope, REAL peak, REAL factor,
+ * With p_j = exp(s_j - peak) * factor, t_j = tanh(product_j / softcap): g_j <- p_j (g_j - delta) (1 - t_j^2); delta, which is
+ * returned, is sum_k p_k g_k, or *outer_delta. */
+static inline REAL FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, REAL *slope, REAL peak, REAL factor,
                                            const REAL *outer_delta)
 {
     VEC removed = v_splat(NEGATIVE_INFINITY), zero = v_splat(0), total = zero;
@@ -181,17 +215,25 @@ static inline void FMHA_NAME(backward_row)(ptrdiff_t n, REAL *s, REAL *g, REAL *
             REAL d = (g[j] - delta) * (slope ? slope[j] : 1);
             g[j] = s[j] == 0 && g[j] == 0 ? 0 : s[j] * d;
         }
-        return;
+        return delta;
     }
     for (ptrdiff_t j = 0; j < n; j += LANES) {
         VEC d = v_load_n(s + j, n - j, 0) * (v_load_n(g + j, n - j, 0) - v_splat(delta));
         if (slope) d = d * v_load_n(slope + j, n - j, 0);
         v_store_n(g + j, d, n - j);
     }
+    return delta;
+}
+
+static void FMHA_NAME(drop_rows)(const fmha_problem *p, const fmha_block *block, void *scores)
+{
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        FMHA_NAME(drop_row)(p, block->b, block->h, block->i0 + r, block->j0, block->cols, (REAL *)scores + r * block->ld);
 }
 
 static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_block *block, void *scores, void *grad_weights,
-                                            void *slopes, const void *lse_, const fmha_array *out, const fmha_array *grad_out)
+                                            void *slopes, const void *lse_, const fmha_array *out, const fmha_array *grad_out,
+                                            void *states)
 {
     const REAL *lse = lse_;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -206,6 +248,7 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         s += low;
         g += low;
         ptrdiff_t n = high - low;
+        FMHA_NAME(drop_row)(p, block->b, block->h, i, low + block->j0, n, g);
         REAL *slope = p->softcap != 0 ? slopes : NULL;      /* d(capped) / d(product) */
         if (slope) {
             for (ptrdiff_t j = 0; j < n; j += LANES) {
@@ -216,12 +259,14 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         }
         FMHA_NAME(mask_row)(p, block, i, low + block->j0, high + block->j0, s);
         /* The row's own sum is exact to rounding where exp(s - lse) errs by the rounding of lse, |lse| times as much. */
-        REAL peak = FMHA_NAME(row_peak)(n, s), total = 0;
+        REAL sink = FMHA_NAME(sink)(p, block->h), peak = FMHA_NAME(row_peak)(n, s, sink), total = 0, delta;
         VEC sum = v_splat(0);
         for (ptrdiff_t j = 0; j < n; j += LANES) sum = sum + FMHA_NAME(exp)(v_load_n(s + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
         total = FMHA_NAME(sum)(sum);
-        if (!FMHA_NAME(of_more_keys)(lse[r], peak + REAL_LOG(total))) {
-            FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
+        if (p->sinks) total += FMHA_NAME(exp_of)(sink - peak);
+        int more = FMHA_NAME(of_more_keys)(lse[r], peak + REAL_LOG(total));
+        if (!more) {
+            delta = FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
         } else {
             const REAL *o = (const REAL *)out->data + block->b * out->stride[0] + block->h * out->stride[1] + i * out->stride[2];
             const REAL *d = (const REAL *)grad_out->data + block->b * grad_out->stride[0] + block->h * grad_out->stride[1]
@@ -229,9 +274,15 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
             VEC product = v_splat(0);
             for (ptrdiff_t e = 0; e < p->Dv; e += LANES)
                 product = product + v_load_n(o + e, p->Dv - e, 0) * v_load_n(d + e, p->Dv - e, 0);
-            REAL delta = FMHA_NAME(sum)(product);
+            delta = FMHA_NAME(sum)(product);
             FMHA_NAME(backward_row)(n, s, g, slope, lse[r], 1, &delta);
         }
+        FMHA_NAME(drop_row)(p, block->b, block->h, i, low + block->j0, n, s);
+        if (!states) continue;
+        REAL *state = (REAL *)states + r * FMHA_ROW_STATE;
+        state[FMHA_ROW_SHIFT] = more ? lse[r] : total == 0 ? (REAL)INFINITY : peak;
+        state[FMHA_ROW_INVERSE] = more || total == 0 ? 1 : 1 / total;
+        state[FMHA_ROW_DELTA] = delta;
     }
 }
 

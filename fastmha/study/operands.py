@@ -79,8 +79,11 @@ def attention_arms(of: Case, direction: str, places: Mapping[str, Place], num_th
             return forward, {"out": out, "lse": lse}
         grad_q, grad_k, grad_v = lay(of, *place)[1]
         forward()       # backward reads its out and lse
-        return (lambda: algorithms.backward(of.algorithm, what, out, lse, grad_out, grad_q, grad_k, grad_v, num_threads),
-                {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v})
+
+        def backward() -> None:
+            algorithms.backward(of.algorithm, what, out, lse, grad_out, grad_q, grad_k, grad_v, num_threads)
+
+        return backward, {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
 
     made = {name: arm(place) for name, place in places.items()}
     return checked(f"{of.name} {direction}", {name: function for name, (function, _) in made.items()},

@@ -187,7 +187,7 @@ SHARED = {
     # causal, window, offset
     "is_causal a number": ({"is_causal": 1}, TypeError, r"is_causal must be True or False, got 1"),
     "is_causal an array": ({"is_causal": np.array([True])}, TypeError, r"is_causal must be True or False, got array"),
-    "offset for nothing": ({"offset": 2}, ValueError, r"offset is given \(2\) but neither is_causal nor window"),
+    "offset for nothing": ({"offset": 2}, ValueError, r"offset is given \(2\) but none of is_causal, window and alibi"),
     "offset missing": (
         {"is_causal": True},
         ValueError,
@@ -196,7 +196,7 @@ SHARED = {
     "offset missing for a window": (
         {"window": (1, 1)},
         ValueError,
-        r"offset must be given with is_causal or window.*Lk - Lq = 1",
+        r"offset must be given with is_causal, window or alibi.*Lk - Lq = 1",
     ),
     "offset of another length": (
         {"is_causal": True, "offset": [1, 2, 3]},

@@ -294,7 +294,7 @@ NAMES = {
                              "attention has no keyword attn_mask: it is mask here, where True = may NOT attend"),
     "attention, attention_mask": (lambda: attend(attention_mask=None),
                                   r"no keyword attention_mask: it is mask .*\(attention_mask == 0\)\[:, None, None, :\]"),
-    "attention, dropout_p": (lambda: attend(dropout_p=0.0), "attention has no keyword dropout_p: there is no dropout here"),
+    "attention, dropout_p": (lambda: attend(dropout_p=0.0), "no keyword dropout_p: it is dropout here, with a seed"),
     "attention, enable_gqa": (lambda: attend(enable_gqa=True), "no keyword enable_gqa: fewer heads .* are grouped without"),
     "attention, key_padding_mask": (
         lambda: attend(key_padding_mask=None), r"no keyword key_padding_mask: .*key_padding_lengths.*"
@@ -325,7 +325,7 @@ NAMES = {
     "SelfAttention, head_dim": (lambda: fastmha.SelfAttention(8, 4, 4, head_dim=4, dim_head=4),
                                 "head_dim: it is d_k here, d_v of the values; dim_head: it is d_k here, d_v of the values"),
     "SelfAttention, kdim": (lambda: fastmha.SelfAttention(8, 4, 4, kdim=4, vdim=4), "kdim: it is d_k here; vdim: it is d_v here"),
-    "module, dropout": (lambda: fastmha.MultiHeadAttention(8, 2, dropout=0.1), "dropout: there is no dropout here"),
+    "module, dropout": (lambda: fastmha.MultiHeadAttention(8, 2, dropout=0.1), "dropout: it is dropout of forward, with a seed"),
     "SelfAttention, embed_dim": (lambda: fastmha.SelfAttention(embed_dim=8, d_k=4, d_v=4), "SelfAttention has no keyword embed"),
     "SelfAttention, bias": (lambda: fastmha.SelfAttention(8, 4, 4, bias=True), "bias: it is use_bias here"),
     "SelfAttention, num_heads": (lambda: fastmha.SelfAttention(8, 4, 4, num_heads=2), "num_heads: fastmha.MultiHeadAttention"),

@@ -155,11 +155,11 @@ FORWARD = [
     ({"is_causal": None}, TypeError, "is_causal must be True or False, got None"),
     (
         {"is_causal": True, "context": CONTEXT}, ValueError,
-        "offset must be given with is_causal or window where q has length 3 and k has length 5: 0 lets query 0 see "
+        "offset must be given with is_causal, window or alibi where q has length 3 and k has length 5: 0 lets query 0 see "
         "key 0, Lk - Lq = 2 lets the last query see the last key",
     ),
-    ({"window": (1, 1), "context": CONTEXT}, ValueError, "offset must be given with is_causal or window where ..."),
-    ({"offset": 1}, ValueError, "offset is given (1) but neither is_causal nor window, which it would shift"),
+    ({"window": (1, 1), "context": CONTEXT}, ValueError, "offset must be given with is_causal, window or alibi where ..."),
+    ({"offset": 1}, ValueError, "offset is given (1) but none of is_causal, window and alibi, which it would shift"),
     ({"is_causal": True, "offset": 1.5}, TypeError, "offset must be an int or a (B,) array of ints, got 1.5"),
     ({"is_causal": True, "offset": True}, TypeError, "offset must be an int or a (B,) array of ints, got True"),
     (

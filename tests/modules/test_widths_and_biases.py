@@ -581,7 +581,7 @@ FORWARD = [
     (PLAIN, {"context": K5}, ValueError, "context has width 5 on axis 2 but the module has d_model 8"),
     (PLAIN, {"context": (X8, K5)}, ValueError, "context[1] (values) has width 5 on axis 2 but the module has vdim 8"),
     (TWO, {"X": K5, "context": (K5, V3)}, ValueError, "X has width 5 on axis 2 but the module has d_model 8"),
-    (TWO, {"context": (K5, V3), "is_causal": True}, ValueError, "offset must be given with is_causal or window where q has ..."),
+    (TWO, {"context": (K5, V3), "is_causal": True}, ValueError, "offset must be given with is_causal, window or alibi ..."),
 ]  # fmt: skip
 
 
