@@ -264,7 +264,7 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------- attention
 
-    @validate.own_keywords(validate.CALL_NAMES | dict.fromkeys(("dropout", "dropout_p", "attention_dropout"), "a cache drops nothing"))
+    @validate.own_keywords(validate.CALL_NAMES | dict.fromkeys(("dropout", "dropout_p"), "a cache drops nothing"))
     def attend(
         self, q: np.ndarray, *, lengths_new: np.ndarray | None = None, mask: np.ndarray | None = None, is_causal: bool = False,
         key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,

@@ -48,8 +48,8 @@ def attention(
                          x x . .                                 x x x x
 
     offset : int or (B,) array of int, optional
-        Position of query 0 among the keys, for `is_causal`, `window` and `alibi`, within ±2**61. Default 0 where Lq == Lk; must be
-        given elsewhere.
+        Position of query 0 among the keys, for `is_causal`, `window` and `alibi`, within ±2**61. Default 0 where Lq == Lk; must
+        be given elsewhere.
     key_padding_lengths : (B,) array of int, optional
         Valid keys of each batch row, 0 to Lk; those behind are removed.
     key_ranges : (starts, ends), optional
@@ -73,8 +73,8 @@ def attention(
         Slopes: scores get ``-alibi[h] * |i + offset - j|``, behind the softcap and before any mask [2]_; no array of (Lq, Lk) is
         made.
     dropout : float
-        Each weight is 0 with this probability p, 0 <= p < 1, and divided by 1 - p elsewhere. What is drawn for a pair follows from
-        (seed, b, h, i, j) alone [3]_: the same for every algorithm, tiling and number of threads, never stored, drawn again
+        Each weight is 0 with this probability p, 0 <= p < 1, and divided by 1 - p elsewhere. What is drawn for a pair follows
+        from (seed, b, h, i, j) alone [3]_: the same for every algorithm, tiling and number of threads, never stored, drawn again
         backward.
     seed : int, with `dropout`
         0 to 2**64 - 1. A call with the same seed draws the same.
@@ -128,7 +128,8 @@ def attention(
     ----------
     .. [1] Vaswani et al., "Attention Is All You Need", 2017, equation (1).
     .. [2] Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", 2022.
-    .. [3] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: Philox4x32-10 of the counter (j / 4, i, h, b), whose
+    .. [3] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: Philox4x32-10 of the counter (j / 4, i, h, b),
+    whose
        word j % 4 is that of key j.
 
     Examples
