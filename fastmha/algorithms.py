@@ -167,7 +167,7 @@ def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None
 
 def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
              grad_k: np.ndarray, grad_v: np.ndarray, threads: int, grad_mask: np.ndarray | None = None) -> np.ndarray | None:
-    """grad_q, grad_k, grad_v, and grad_mask in the shape of the additive mask, <- the gradients by the named algorithm, which can;
+    """grad_q, grad_k, grad_v, and grad_mask in the additive mask's shape, <- the gradients by the named algorithm, which can;
     out is (B, H, Lq, Dv). Returns the gradient of the sinks, if there are any."""
     run = BY_NAME[name].backward
     assert run is not None      # `planning.choose` has seen to it
