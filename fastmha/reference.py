@@ -10,15 +10,20 @@ Definitions used throughout:
 * A score of -inf, wherever it comes from, has probability exactly 0. A row of only -inf (or of no keys at all) has
   probabilities 0, output 0 and a log-sum-exp (lse) of -inf.
 * A removed pair adds nothing to any sum, even if its operands are NaN or Inf. Any other NaN or Inf propagates.
+* A sink is the score of one more key, of value 0, that every query of its head attends: it joins the denominator and lse, and is
+  no pair: a row without pairs is empty, with the lse of its sink. A sink of -inf is none.
+* A *dropped* pair keeps its share of the denominator and lse; its probability counts 0, its operands are multiplied by that 0.
 
 Sources: Vaswani et al. 2017, "Attention Is All You Need", section 3.2; grouped heads: Ainslie et al. 2023, "GQA";
-backward from the lse and ``delta``: Dao et al. 2022, "FlashAttention", appendix B.
+backward from the lse and ``delta``: Dao et al. 2022, "FlashAttention", appendix B; sinks: OpenAI 2025, "gpt-oss model card",
+section 2.2; ALiBi: Press et al. 2022, "Train Short, Test Long"; the draws of dropout: Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +36,17 @@ Array = NDArray[Any]
 Window = tuple[int | None, int | None]
 Ranges = tuple[ArrayLike | None, ArrayLike | None]
 Fold = Callable[[Array], Array]
+
+
+def _ahead(seq_len_q: int, seq_len_k: int, offset: ArrayLike | None) -> NDArray[np.int64]:
+    """How far key j is ahead of query i, j - (i + offset): (B or 1, 1, Lq, Lk)."""
+    if offset is None and seq_len_q != seq_len_k:
+        raise ValueError(
+            f"offset must be given for {seq_len_q} queries and {seq_len_k} keys: usually 0 (they begin together) "
+            f"or {seq_len_k - seq_len_q} (they end together)"
+        )
+    start = np.asarray(0 if offset is None else offset, np.int64).reshape(-1, 1, 1, 1)
+    return np.arange(seq_len_k) - np.arange(seq_len_q)[:, None] - start
 
 
 def removed(
@@ -59,13 +75,7 @@ def removed(
         if ends is not None:
             gone = gone | (np.arange(seq_len_k) >= np.reshape(ends, (-1, 1, 1, 1)))
     if is_causal or window is not None:
-        if offset is None and seq_len_q != seq_len_k:
-            raise ValueError(
-                f"offset must be given for {seq_len_q} queries and {seq_len_k} keys: usually 0 (they begin together) "
-                f"or {seq_len_k - seq_len_q} (they end together)"
-            )
-        start = np.asarray(0 if offset is None else offset, np.int64).reshape(-1, 1, 1, 1)
-        ahead = np.arange(seq_len_k) - np.arange(seq_len_q)[:, None] - start  # j - (i + offset)
+        ahead = _ahead(seq_len_q, seq_len_k, offset)
         left, right = (None, None) if window is None else window
         if is_causal:
             gone = gone | (ahead > 0)
@@ -76,34 +86,97 @@ def removed(
     return gone
 
 
-def _scores(
-    q: Array, k: Array, gone: Array, mask: Array | None, scale: float | None, softcap: float | None
-) -> tuple[Array, Array | None, float]:
-    """Scores (B, H, Lq, Lk), -inf where removed; the softcap's slope d score / d product, None for 1; the scale."""
-    width = q.shape[-1]
-    factor = float(scale) if scale is not None else 1 / math.sqrt(width) if width else 1.0
-    scores = (q @ k.swapaxes(-1, -2)) * factor
-    slope = None
-    if softcap is not None:
-        tanh = np.tanh(scores / float(softcap))
-        scores = tanh * float(softcap)
-        slope = 1 - tanh * tanh
-    if mask is not None and mask.dtype != bool:
-        scores = scores + mask
-    np.copyto(scores, -np.inf, where=gone)
-    return scores, slope, factor
+def _alibi(slopes: Array, seq_len_q: int, seq_len_k: int, offset: ArrayLike | None) -> Array:
+    """slopes[h] |i + offset - j|, (B or 1, H, Lq, Lk); the distances are integers until they are multiplied."""
+    return slopes[:, None, None] * np.abs(_ahead(seq_len_q, seq_len_k, offset)).astype(slopes.dtype)
 
 
-def _softmax(scores: Array) -> tuple[Array, Array]:
-    """Probabilities and lse of the rows; see the definitions above for -inf."""
-    top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+def philox(counter: Array, key: tuple[int, int]) -> NDArray[np.uint32]:
+    """Philox4x32-10, the counter-based generator of Salmon et al. 2011: 4 random words of each 4 words on the last axis."""
+    c0, c1, c2, c3 = np.moveaxis(np.asarray(counter, np.uint64), -1, 0)
+    low = np.uint64(0xFFFFFFFF)
+    for r in range(10):
+        k0, k1 = (np.uint64((word + r * weyl) & 0xFFFFFFFF) for word, weyl in zip(key, (0x9E3779B9, 0xBB67AE85)))
+        x, y = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = y >> np.uint64(32) ^ c1 ^ k0, y & low, x >> np.uint64(32) ^ c3 ^ k1, x & low
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def kept(seed: int, dropout: float, B: int, H: int, Lq: int, Lk: int, *, first_row: int = 0) -> NDArray[np.bool_]:
+    """The pairs that dropout keeps: bool, (B, H, Lq, Lk), each with probability 1 - dropout.
+
+    A draw belongs to its pair alone, whatever the shapes: key j of query i, head h and batch row b (those here begin with
+    `first_row`) gets word j % 4 of `philox` of the counter (j // 4, i, h, b) and the key (seed % 2**32, seed // 2**32), seed an
+    int in [0, 2**64). It is dropped if and only if this word is below dropout * 2**32, rounded and at most 2**32 - 1.
+    """
+    groups = -(-Lk // 4)
+    axes = np.arange(groups), np.arange(Lq), np.arange(H), first_row + np.arange(B)
+    j, i, h, b = np.meshgrid(*axes, indexing="ij")
+    words = philox(np.stack([j, i, h, b], axis=-1), (seed % 2**32, seed // 2**32))  # (Lk / 4, Lq, H, B, 4)
+    words = words.transpose(3, 2, 1, 0, 4).reshape(B, H, Lq, 4 * groups)
+    return words[..., :Lk] >= np.uint32(min(int(dropout * 2**32 + 0.5), 2**32 - 1))
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What a call says beside its operands; the arguments of `attention`."""
+
+    mask: Array | None = None
+    is_causal: bool = False
+    offset: ArrayLike | None = None
+    key_padding_lengths: ArrayLike | None = None
+    key_ranges: Ranges | None = None
+    window: Window | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+    alibi: Array | None = None
+    dropout: float = 0.0
+    seed: int | None = None
+    first_row: int = 0  # the batch row that the draws of dropout begin with
+
+    def removed(self, seq_len_q: int, seq_len_k: int) -> NDArray[np.bool_]:
+        return removed(
+            seq_len_q, seq_len_k, self.mask, self.is_causal, self.offset, self.key_padding_lengths, self.window, self.key_ranges
+        )
+
+    def scores(self, q: Array, k: Array, gone: Array) -> tuple[Array, Array | None, float]:
+        """Scores (B, H, Lq, Lk), -inf where removed; the softcap's slope d score / d product, None for 1; the scale."""
+        width = q.shape[-1]
+        factor = float(self.scale) if self.scale is not None else 1 / math.sqrt(width) if width else 1.0
+        scores = (q @ k.swapaxes(-1, -2)) * factor
+        slope = None
+        if self.softcap is not None:
+            tanh = np.tanh(scores / float(self.softcap))
+            scores = tanh * float(self.softcap)
+            slope = 1 - tanh * tanh
+        if self.alibi is not None:
+            scores = scores - _alibi(self.alibi, q.shape[2], k.shape[2], self.offset)
+        if self.mask is not None and self.mask.dtype != bool:
+            scores = scores + self.mask
+        np.copyto(scores, -np.inf, where=gone)
+        return scores, slope, factor
+
+    def drawn(self, weights: Array) -> Array | float:
+        """What dropout multiplies probabilities by: 0, or 1 / (1 - dropout) where the pair is kept."""
+        if not self.dropout:
+            return 1.0
+        assert self.seed is not None
+        factor = weights.dtype.type(1 / (1 - self.dropout))
+        return kept(self.seed, self.dropout, *weights.shape, first_row=self.first_row) * factor
+
+
+def _softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array, Array]:
+    """Probabilities and lse of the rows, and the probabilities of their sinks; see the definitions above for -inf."""
+    sink = -np.inf if sinks is None else sinks[:, None, None]
+    top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     np.copyto(top, 0, where=top == -np.inf)
-    weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
+    weights, of_sink = np.exp(scores - top), np.exp(sink - top)
+    total = weights.sum(axis=-1, keepdims=True) + of_sink
     lse = (top + np.log(total))[..., 0]  # log(0) = -inf
     weights = weights / total
     np.copyto(weights, 0, where=scores == -np.inf)  # 0 / 0 in an empty row, 0 / NaN in a row that holds a NaN
-    return weights, lse
+    return weights, lse, (of_sink / total)[..., 0]
 
 
 def _product(weights: Array, rows: Array, gone: Array) -> Array:
@@ -133,6 +206,12 @@ def _per_query_head(x: Array, heads: int) -> Array:
     return np.repeat(x, heads // max(x.shape[1], 1), axis=1)
 
 
+def _sum_to_shape(x: Array, shape: tuple[int, ...]) -> Array:
+    """The sum over the axes along which `shape` broadcasts to x's, the transpose of that."""
+    aligned = (1,) * (x.ndim - len(shape)) + shape
+    return x.sum(axis=tuple(a for a, n in enumerate(aligned) if n == 1), keepdims=True).reshape(shape)
+
+
 def _sum_groups(x: Array, kv_heads: int) -> Array:
     """(B, H, L, D) -> (B, Hkv, L, D): the sum over the query heads of each group, the transpose of the above."""
     batch, heads, length, width = x.shape
@@ -153,12 +232,16 @@ def attention(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
+    alibi: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
     algorithm: str = "auto",
     return_lse: bool = False,
     out: Array | None = None,
     num_threads: int | None = None,
 ) -> Any:
-    """``softmax(scale * q k^T) v`` per head, with softcap and masks.
+    """``softmax(scale * q k^T) v`` per head, with softcap, sinks, ALiBi, masks and dropout.
 
     Parameters
     ----------
@@ -169,7 +252,7 @@ def attention(
     is_causal : bool
         Query i may attend key j if and only if j <= i + offset.
     offset : int or ndarray of int (B,)
-        Default 0 for Lq == Lk; must be given otherwise, if causality or a window needs it.
+        Default 0 for Lq == Lk; must be given otherwise, if causality, a window or alibi needs it.
     key_padding_lengths : ndarray of int (B,)
         Keys from this position on are removed.
     key_ranges : (starts, ends), each ndarray of int (B,), int or None
@@ -179,7 +262,16 @@ def attention(
     scale : float
         Default 1 / sqrt(D).
     softcap : float
-        A score s becomes softcap * tanh(s / softcap), before any mask.
+        A score s becomes softcap * tanh(s / softcap), before alibi and any mask.
+    sinks : ndarray (H,)
+        exp(sinks[h]) joins the denominator of every row of head h, and lse: the probabilities of the keys add up to less than 1.
+        -inf: none. NaN, or +inf: NaN in every row that is not empty.
+    alibi : ndarray (H,)
+        Slopes: scores get -alibi[h] * |i + offset - j|, before any mask.
+    dropout : float in [0, 1)
+        After the softmax a probability counts 0, or 1 / (1 - dropout) times itself where the pair is `kept`; lse is what it was.
+    seed : int in [0, 2**64)
+        Of the draws of dropout.
     return_lse : bool
     out : ndarray
         Filled and returned, if given.
@@ -190,39 +282,46 @@ def attention(
     -------
     out : ndarray, (B, H, Lq, Dv) in `layout`
     lse : ndarray (B, H, Lq), only with `return_lse`
-        Natural logarithm of the sum of the exponentials of the scores; -inf for a row with nothing left.
+        Natural logarithm of the sum of the exponentials of the scores and of the sink; the sink, or -inf, for a row with nothing
+        left.
     """
+    rules = _Rules(
+        mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
+    )
     q, k, v = _swap(layout, q, k, v)
-    lengths = q.shape[2], k.shape[2]
-    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window, key_ranges)
-    with np.errstate(all="ignore"):
-        scores, _, _ = _scores(q, _per_query_head(k, q.shape[1]), gone, mask, scale, softcap)
-        weights, lse = _softmax(scores)
-        (result,) = _swap(layout, _product(weights, _per_query_head(v, q.shape[1]), gone))
+    result, lse = _forward(q, k, v, rules)
+    (result,) = _swap(layout, result)
     if out is not None:
         out[...] = result
         result = out
     return (result, lse) if return_lse else result
 
 
-def attention_weights(
-    q: Array,
-    k: Array,
-    *,
-    layout: str = "BHLD",
-    mask: Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    **pairs: Any,
-) -> Array:
-    """The probabilities of `attention`, (B, H, Lq, Lk) in either layout; 0 at removed pairs.
+def _weights(q: Array, k: Array, gone: Array, rules: _Rules) -> tuple[Array, Array]:
+    """What multiplies the values, probabilities behind dropout, and lse; (B, H, L, D) layout."""
+    scores, _, _ = rules.scores(q, _per_query_head(k, q.shape[1]), gone)
+    weights, lse, _ = _softmax(scores, rules.sinks)
+    return weights * rules.drawn(weights), lse
 
-    pairs: is_causal, offset, key_padding_lengths, key_ranges and window, as in `attention`.
+
+def _forward(q: Array, k: Array, v: Array, rules: _Rules) -> tuple[Array, Array]:
+    """Output and lse, in (B, H, L, D) layout."""
+    gone = rules.removed(q.shape[2], k.shape[2])
+    with np.errstate(all="ignore"):
+        weights, lse = _weights(q, k, gone, rules)
+        return _product(weights, _per_query_head(v, q.shape[1]), gone), lse
+
+
+def attention_weights(q: Array, k: Array, *, layout: str = "BHLD", **rules: Any) -> Array:
+    """What multiplies the values in `attention`, the probabilities behind dropout: (B, H, Lq, Lk) in either layout, 0 if removed.
+
+    rules: mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout and seed, as in
+    `attention`.
     """
     q, k = _swap(layout, q, k)
-    gone = removed(q.shape[2], k.shape[2], mask=mask, **pairs)
+    given = _Rules(**rules)
     with np.errstate(all="ignore"):
-        return _softmax(_scores(q, _per_query_head(k, q.shape[1]), gone, mask, scale, softcap)[0])[0]
+        return _weights(q, k, given.removed(q.shape[2], k.shape[2]), given)[0]
 
 
 def attention_backward(
@@ -242,45 +341,183 @@ def attention_backward(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
+    alibi: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    need_bias_grad: bool = False,
     algorithm: str = "auto",
     num_threads: int | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Gradients of ``sum(grad_out * attention(q, k, v, ...))``.
 
     grad_out and out have the shape of `attention`'s output, lse is (B, H, Lq); the rest is as in `attention`. Returns
-    grad_q, grad_k, grad_v in the shapes of q, k, v and in `layout`.
+    grad_q, grad_k, grad_v in the shapes of q, k, v and in `layout`; where there are sinks also grad_sinks (H,), to which
+    empty rows add nothing, 0 for a sink of -inf; with `need_bias_grad` also grad_mask, of the additive mask in its own shape,
+    0 at removed pairs.
     """
+    rules = _Rules(
+        mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
+    )
     grad_out, q, k, v, out = _swap(layout, grad_out, q, k, v, out)
+    grad_q, grad_k, grad_v, *others = _backward(grad_out, q, k, v, out, lse, rules, need_bias_grad)
+    return (*_swap(layout, grad_q, grad_k, grad_v), *others)
+
+
+def _backward(
+    grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, rules: _Rules, need_bias_grad: bool = False
+) -> list[Array]:
+    """The gradients of `attention_backward`, in (B, H, L, D) layout."""
     heads, kv_heads = q.shape[1], k.shape[1]
-    lengths = q.shape[2], k.shape[2]
-    gone = removed(*lengths, mask, is_causal, offset, key_padding_lengths, window, key_ranges)
+    gone = rules.removed(q.shape[2], k.shape[2])
     gone_t = gone.swapaxes(-1, -2)
     k, v = _per_query_head(k, heads), _per_query_head(v, heads)
     with np.errstate(all="ignore"):
-        scores, slope, factor = _scores(q, k, gone, mask, scale, softcap)
+        scores, slope, factor = rules.scores(q, k, gone)
         # weights = softmax(scores), by the sums of these scores: exp(scores - lse) errs by the rounding of lse, which has lost
         # the number of keys where they all are one huge constant. lse says more only if it was taken over more keys than these:
         # then it exceeds their own by more than rounding.
-        weights, own_lse = _softmax(scores)
+        weights, own_lse, of_sinks = _softmax(scores, rules.sinks)
         slack = 16 * np.finfo(lse.dtype).eps * (1 + np.abs(lse))
         of_more_keys = (own_lse < lse - slack)[..., None]
         weights = np.where(of_more_keys, np.where(scores == -np.inf, 0, np.exp(scores - lse[..., None])), weights)
-        # out = weights @ v
-        grad_v = _sum_groups(_product(weights.swapaxes(-1, -2), grad_out, gone_t), kv_heads)
-        grad_weights = grad_out @ v.swapaxes(-1, -2)
+        drawn = rules.drawn(weights)
+        # out = (weights * drawn) @ v
+        grad_v = _sum_groups(_product((weights * drawn).swapaxes(-1, -2), grad_out, gone_t), kv_heads)
+        grad_weights = (grad_out @ v.swapaxes(-1, -2)) * drawn
         # d softmax; sum_j weights_ij grad_weights_ij = sum_c grad_out_ic out_ic, the sum over all keys that out was taken over
         own_delta = np.where(scores == -np.inf, 0, weights * grad_weights).sum(axis=-1, keepdims=True)
         delta = np.where(of_more_keys, (grad_out * out).sum(axis=-1, keepdims=True), own_delta)
         grad_scores = weights * (grad_weights - delta)
+        np.copyto(grad_scores, 0, where=gone)
+        further = []
+        if rules.sinks is not None:
+            # a sink is a key of value 0: its grad_weights are 0
+            sink = rules.sinks[:, None]
+            of_sinks = np.where(of_more_keys[..., 0], np.exp(sink - lse), of_sinks)
+            none = (sink == -np.inf) | np.all(scores == -np.inf, axis=-1)
+            further.append(np.where(none, 0, -of_sinks * delta[..., 0]).sum(axis=(0, 2)))
+        if need_bias_grad:
+            assert rules.mask is not None
+            further.append(_sum_to_shape(grad_scores, rules.mask.shape))
         # scores = softcap * tanh(product / softcap), then masked
         if slope is not None:
             grad_scores = grad_scores * slope
-        np.copyto(grad_scores, 0, where=gone)
+            np.copyto(grad_scores, 0, where=gone)  # the slope of a NaN
         # product = factor * q @ k^T
         grad_q = _product(grad_scores, k, gone) * factor
         grad_k = _sum_groups(_product(grad_scores.swapaxes(-1, -2), q, gone_t), kv_heads) * factor
-    grad_q, grad_k, grad_v = _swap(layout, grad_q, grad_k, grad_v)
-    return grad_q, grad_k, grad_v
+    return [grad_q, grad_k, grad_v, *further]
+
+
+def _sequences(
+    lengths_q: ArrayLike, lengths_k: ArrayLike | None, rules: Mapping[str, Any]
+) -> Iterator[tuple[slice, slice, _Rules]]:
+    """The queries, the keys and the rules of each of the sequences that lie end to end."""
+    counts_q = np.asarray(lengths_q, np.int64)
+    counts_k = counts_q if lengths_k is None else np.asarray(lengths_k, np.int64)
+    offset = rules["offset"]
+    offsets = [None] * len(counts_q) if offset is None else np.broadcast_to(np.asarray(offset), counts_q.shape)
+    for s, (n, m, end, key_end) in enumerate(zip(counts_q, counts_k, counts_q.cumsum(), counts_k.cumsum())):
+        own = _Rules(**{**rules, "offset": offsets[s]}, first_row=s)
+        yield slice(end - n, end), slice(key_end - m, key_end), own
+
+
+def attention_packed(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths_q: ArrayLike,
+    lengths_k: ArrayLike | None = None,
+    *,
+    is_causal: bool = False,
+    offset: ArrayLike | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    alibi: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    algorithm: str = "auto",
+    return_lse: bool = False,
+    out: Array | None = None,
+    num_threads: int | None = None,
+) -> Any:
+    """`attention` of sequences of different lengths that lie end to end.
+
+    Parameters
+    ----------
+    q, k, v : ndarray, shapes (total_q, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv)
+    lengths_q, lengths_k : ndarray of int (S,)
+        The queries of sequence s, lengths_q[s] of them, attend its keys, lengths_k[s] of them, and no others: as `attention` over
+        these alone, except that in the draws of dropout its batch row is s. lengths_k defaults to lengths_q.
+    offset : int or ndarray of int (S,)
+        Default 0 for a sequence of as many queries as keys; as in `attention`.
+    is_causal, window, scale, softcap, sinks, alibi, dropout, seed, return_lse, out
+        As in `attention`.
+    algorithm, num_threads
+        Ignored.
+
+    Returns
+    -------
+    out : ndarray (total_q, H, Dv)
+    lse : ndarray (H, total_q), only with `return_lse`
+    """
+    result = np.empty((*q.shape[:2], v.shape[2]), q.dtype) if out is None else out
+    lse = np.empty((q.shape[1], q.shape[0]), q.dtype)
+    rules = {
+        "is_causal": is_causal, "offset": offset, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "alibi": alibi, "dropout": dropout, "seed": seed,
+    }  # fmt: skip
+    for rows, keys, own in _sequences(lengths_q, lengths_k, rules):
+        one_q, one_k, one_v = _swap("BLHD", q[None, rows], k[None, keys], v[None, keys])
+        of_sequence, lse[:, rows] = (x[0] for x in _forward(one_q, one_k, one_v, own))
+        result[rows] = of_sequence.swapaxes(0, 1)
+    return (result, lse) if return_lse else result
+
+
+def attention_packed_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    lengths_q: ArrayLike,
+    lengths_k: ArrayLike | None = None,
+    *,
+    is_causal: bool = False,
+    offset: ArrayLike | None = None,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    alibi: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    algorithm: str = "auto",
+    num_threads: int | None = None,
+) -> tuple[Array, ...]:
+    """Gradients of ``sum(grad_out * attention_packed(q, k, v, ...))``.
+
+    grad_out and out have the shape of `attention_packed`'s output, lse is (H, total_q). Returns grad_q, grad_k, grad_v in the
+    shapes of q, k, v and, where there are sinks, grad_sinks (H,): the sum over the sequences.
+    """
+    grads = [np.zeros_like(x) for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
+    rules = {
+        "is_causal": is_causal, "offset": offset, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
+        "alibi": alibi, "dropout": dropout, "seed": seed,
+    }  # fmt: skip
+    for rows, keys, own in _sequences(lengths_q, lengths_k, rules):
+        one_g, one_q, one_out = _swap("BLHD", grad_out[None, rows], q[None, rows], out[None, rows])
+        one_k, one_v = _swap("BLHD", k[None, keys], v[None, keys])
+        of_sequence = _backward(one_g, one_q, one_k, one_v, one_out, lse[None, :, rows], own)
+        for grad, where, x in zip(grads, (rows, keys, keys), of_sequence):
+            grad[where] = x[0].swapaxes(0, 1)
+        if sinks is not None:
+            grads[3] += of_sequence[3]
+    return tuple(grads)
 
 
 def softmax(x: Array) -> Array:
@@ -494,14 +731,15 @@ def mha_forward_backward(
     grad_output : ndarray (B, L, d_out)
         Asks for the gradients of ``sum(grad_output * output)``.
     **attention_keywords
-        mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, as in `attention`.
+        mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed, as in
+        `attention`.
 
     Returns
     -------
     dict
         output (B, L, d_out), weights (B, H, L, Lk), lse (B, H, L), concat (B, L, H*Dv), Q, K, V (B, H or Hkv, length,
         width); with `grad_output` also grad_X, grad_W_Q ... grad_W_O, and grad_context and grad_b_Q ... grad_b_O
-        where there is a context and where there are biases.
+        where there is a context and where there are biases, and grad_sinks where there are sinks.
     """
     source = X if context is None else context
     Q = split_heads(_project(X, weights, "Q"), num_heads)
@@ -516,7 +754,9 @@ def mha_forward_backward(
     if grad_output is None:
         return result
     grad_heads = split_heads(grad_output @ weights["W_O"].T, num_heads)
-    grad_qkv = attention_backward(grad_heads, Q, K, V, heads_out, lse, **attention_keywords)
+    grad_qkv = list(attention_backward(grad_heads, Q, K, V, heads_out, lse, **attention_keywords))
+    if attention_keywords.get("sinks") is not None:
+        result["grad_sinks"] = grad_qkv.pop()
     grad_q, grad_k, grad_v = (combine_heads(x) for x in grad_qkv)
     # y = x @ W + b, for each of the four
     for name, x, grad_y in (("Q", X, grad_q), ("K", source, grad_k), ("V", source, grad_v), ("O", concat, grad_output)):
@@ -578,10 +818,15 @@ class _Rounding:
 
     def rounded(self, terms: Array | int, a: Array, x: Array, fold: Fold = np.asarray) -> Array:
         """Of ``a @ x`` computed as sums of so many rounded products: the notes of `error_bounds`."""
+        total = fold(a @ x) if self.power == 2 else np.zeros(())
+        return self.summed(terms, total, fold(self.raised(a) @ self.raised(x)))
+
+    def summed(self, terms: Array | int, total: Array, powers: Array) -> Array:
+        """Of sums of so many rounded products; the sums of the powers of their terms' sizes."""
         if self.power == 1:
-            return (terms + 1) * self.unit * fold(np.abs(a) @ np.abs(x))
+            return (terms + 1) * self.unit * powers
         h = (terms + 1) / 6
-        return self.unit * np.sqrt(2 * h * fold(a @ x) ** 2 + (h + 1) * fold((a * a) @ (x * x)))
+        return self.unit * np.sqrt(2 * h * total**2 + (h + 1) * powers)
 
 
 def product_error_bounds(a: Array, b: Array, dtype: Any) -> Array:
@@ -621,6 +866,11 @@ def error_bounds(
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
+    alibi: Array | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
+    need_bias_grad: bool = False,
     algorithm: str = "auto",
 ) -> list[Array]:
     """How far rounding may take `attention` and `attention_backward`, computed in `dtype`, from the exact results.
@@ -633,16 +883,18 @@ def error_bounds(
         Finite, and exactly what the computation in `dtype` is given; shapes as in `attention_backward`.
     dtype : numpy.float32 or numpy.float64
         If float64, a reference computed in float64 errs as well: two results differ by twice the bound at most.
-    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap
-        As in `attention`.
+    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
+        As in `attention`; sinks finite or -inf, and like alibi exactly what the computation in `dtype` is given.
+    need_bias_grad
+        As in `attention_backward`.
     algorithm
         Ignored.
 
     Returns
     -------
     list of ndarray of float64
-        Of out, lse, grad_q, grad_k and grad_v: absolute, an element each, finite also where no score is left of the rounding;
-        0 for the -inf of an empty row in lse.
+        Of out, lse, grad_q, grad_k and grad_v, and of grad_sinks and grad_mask where `attention_backward` returns them: absolute,
+        an element each, finite also where no score is left of the rounding; 0 for the -inf of an empty row in lse.
 
     Notes
     -----
@@ -663,30 +915,46 @@ def error_bounds(
 
     **A score** s_ij = scale q_i·k_j: its sum of D products; u |s_ij| where the scale is multiplied in, or u of each element of
     q, the same for all keys, if it is there; u |s_ij| of the scale itself. A softcap adds 3 u |s| before the hyperbolic tangent
-    and 4 u |s| behind it. An additive mask rounds the sum to u |s + mask|: beside a mask of -1e9 nothing is left of a score.
-    The exponential adds u |s - peak| of its argument, and 3 u (1.5 units in the last place). Together this is e_ij, a
-    relative error of exp(s_ij - peak).
+    and 4 u |s| behind it. ALiBi rounds its product, u |slope distance|, in every row and batch row alike where the distance is
+    the same (and once more a distance beyond 1 / u, which `dtype` cannot hold), and the difference to u |s - slope distance|. An
+    additive mask rounds the sum to u |s + mask|: beside a mask of -1e9 nothing is left of a score. A sink is exact. The
+    exponential adds u |s - peak| of its argument, and 3 u (1.5 units in the last place). Together this is e_ij, a relative error
+    of exp(s_ij - peak).
 
     **What e does**, with z = dP - delta and dS = P z: to P, P_ij (e_ij - sum_k P_ik e_ik); to lse, sum_j P_ij e_ij; to out,
     sum_j P_ij e_ij (v_j - out_i); to delta, sum_j P_ij e_ij z_ij; to grad_q, scale sum_j P_ij e_ij z_ij (k_j - sum_k P_ik k_k)
     and grad_q times the change of lse; to grad_k and grad_v what the changes of dS and P do. If e is not small, P changes by
-    the exponential of it, and stays between 0 and 1; a P below the smallest normal number may become 0.
+    the exponential of it, and stays between 0 and 1; a P below the smallest normal number may become 0. To grad_mask it does
+    the sum of the changes of dS without the softcap's slope; those of one row, which share delta, are added as in the worst case.
+
+    **A sink** is one more key here, with the product 0, the value 0 and thereby dP = 0: one more term of the denominator, and
+    grad_sinks the sum over the rows of its dS = -P delta.
+
+    **Dropout** multiplies v_j in the change of out, grad_out in that of grad_v, and is part of dP: by the exact number 0, or by
+    1 / (1 - p), rounded once for all pairs and again in each product. Both are added, u of the results and 2 u of each product.
 
     **Behind the scores**, each over the pairs that are left: the sums of exponentials, P v, grad_out v, delta (as grad_out·out
-    and as sum P dP: an algorithm takes one of them), dS k, dS q and P grad_out, and a few single roundings. Where lse
+    and as sum P dP: an algorithm takes one of them), dS k, dS q and P grad_out, the sums of dS that are grad_sinks and grad_mask,
+    and a few single roundings. Where lse
     normalises P backward, it brings u |lse|; more than P itself it cannot.
     """
     q, k, v, grad_out = _swap(layout, q, k, v, grad_out)
     (B, H, Lq, D), (kv_heads, Lk, Dv) = q.shape, v.shape[1:]
+    shape_of_mask = mask.shape if need_bias_grad and mask is not None else None
     if 0 in (B, H, Lq, Lk):
         bounds = [np.zeros(shape) for shape in ((B, H, Lq, Dv), (B, H, Lq), q.shape, k.shape, v.shape)]
-        return [*_swap(layout, bounds[0]), bounds[1], *_swap(layout, *bounds[2:])]
+        further = [np.zeros(shape) for shape in (None if sinks is None else (H,), shape_of_mask) if shape is not None]
+        return [*_swap(layout, bounds[0]), bounds[1], *_swap(layout, *bounds[2:]), *further]
     factor = float(scale) if scale is not None else 1 / math.sqrt(D) if D else 1.0
     if factor < 0:
         q, factor = -q, -factor
-    gone = removed(Lq, Lk, mask, is_causal, offset, key_padding_lengths, window, key_ranges)
-    gone = np.broadcast_to(gone, (B, H, Lq, Lk))
+    rules = _Rules(
+        mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
+    )
+    gone = np.broadcast_to(rules.removed(Lq, Lk), (B, H, Lq, Lk))
     additive = None if mask is None or mask.dtype == bool else np.where(np.isneginf(mask), 0, mask)
+    distances = None if alibi is None else (alibi[:, None, None], np.abs(_ahead(Lq, Lk, offset)).astype(np.float64))
+    drawn = np.broadcast_to(rules.drawn(np.zeros(gone.shape)), gone.shape) if dropout else None
     info = np.finfo(dtype)
     tiny = float(info.tiny)  # what an underflow loses at most
 
@@ -699,36 +967,53 @@ def error_bounds(
     keys = (~gone).sum(axis=-1, keepdims=True)
     rows = fold((~gone).sum(axis=-2)[..., None])
     lost_scores = tiny * max(1, factor) * (D + 2 + D * size_q + D * size_k)
-    problem = operands, factor * size_q * size_k, gone, additive, softcap, lost_scores, fold
+    problem = _Problem(
+        operands, factor * size_q * size_k, gone, distances, additive, softcap, sinks, drawn, shape_of_mask, lost_scores, fold
+    )
     with np.errstate(all="ignore"):
-        ways = _propagated(float(info.eps) / 2, tiny, *problem)
-        out, lse, grad_q, grad_k, grad_v = (np.fmin(worst, likely) for worst, likely in zip(*ways))
-    lost = tiny * max(1, factor) * (Dv + 4) * (1 + size_g) * (1 + size_v)
-    out = out * size_v + tiny * (keys + 3)
+        ways = _propagated(float(info.eps) / 2, tiny, problem)
+        out, lse, grad_q, grad_k, grad_v, *further = (np.fmin(worst, likely) for worst, likely in zip(*ways))
+    most = 1 / (1 - dropout)
+    lost = tiny * max(1, factor) * (Dv + 4) * (1 + size_g) * (1 + size_v) * most
+    out = out * size_v + tiny * (keys + 3) * most
     grad_q = grad_q / size_q * size_g * size_v + lost * (keys + 2) * (1 + size_k)
-    grad_k = grad_k / size_k * size_g * size_v + lost * (rows + 2) * (1 + size_q)
-    grad_v = grad_v * size_g + tiny * (2 * rows + 2)
-    return [*_swap(layout, out), lse, *_swap(layout, grad_q, grad_k, grad_v)]
+    grad_k = grad_k[:, :, :Lk] / size_k * size_g * size_v + lost * (rows + 2) * (1 + size_q)
+    grad_v = grad_v[:, :, :Lk] * size_g + tiny * (2 * rows + 2) * most
+    further = [x * size_g * size_v + lost * (gone.size / max(x.size, 1) + 2) for x in further]
+    return [*_swap(layout, out), lse, *_swap(layout, grad_q, grad_k, grad_v), *further]
 
 
-def _propagated(
-    u: float,
-    tiny: float,
-    operands: tuple[Array, Array, Array, Array],
-    factor: float,
-    gone: Array,
-    additive: Array | None,
-    softcap: float | None,
-    lost_scores: float,
-    fold: Fold,
-) -> list[list[Array]]:
-    """The bounds of `error_bounds` in both ways of adding up, for operands (B, H, L, width) of size 1 at most."""
-    q, k, v, grad_out = operands
-    kept, width, value_width = ~gone, q.shape[-1], v.shape[-1]
-    keys, rows = kept.sum(axis=-1, keepdims=True), fold(kept.sum(axis=-2)[..., None])
+@dataclass(frozen=True)
+class _Problem:
+    """What `_propagated` follows errors through; arrays without a sink's column."""
+
+    operands: tuple[Array, Array, Array, Array]  # q, k, v, grad_out: (B, H, L, width), of size 1 at most
+    factor: float
+    gone: Array
+    distances: tuple[Array, Array] | None  # the slopes of ALiBi and what they multiply
+    additive: Array | None
+    softcap: float | None
+    sinks: Array | None
+    drawn: Array | None  # what dropout multiplies probabilities by
+    shape_of_mask: tuple[int, ...] | None  # where its gradient is wanted
+    lost_scores: float
+    fold: Fold
+
+
+def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
+    """The bounds of `error_bounds` in both ways of adding up."""
+    (q, k, v, grad_out), factor, fold, sinks = problem.operands, problem.factor, problem.fold, problem.sinks
+    left, drawn, softcap = ~problem.gone, problem.drawn, problem.softcap
+    length, width, value_width = k.shape[2], q.shape[-1], v.shape[-1]
 
     def transposed(x: Array) -> Array:
         return x.swapaxes(-1, -2)
+
+    def with_sink(x: Array, value: float = 0.0) -> Array:
+        """One more column, that of the sink."""
+        if sinks is None:
+            return x
+        return np.concatenate([x, np.full((*x.shape[:-1], 1), value, x.dtype)], axis=-1)
 
     # The exact results, and what they are made of.
     products = q @ transposed(k) * factor
@@ -737,24 +1022,55 @@ def _propagated(
         cap = abs(float(softcap))
         tanh = np.tanh(np.abs(products) / cap)
         scores, slope = np.copysign(cap * tanh, products), 1 - tanh * tanh
-    if additive is not None:
-        scores = scores + additive
-    weights, lse = _softmax(np.where(kept, scores, -np.inf))
-    some = kept.any(axis=-1, keepdims=True)
+    sums, of_alibi = [], None  # of scores with what is added to them; of products with slopes
+    if problem.distances is not None:
+        slopes, distance = problem.distances
+        scores = scores - slopes * distance
+        sums.append(with_sink(scores))
+        of_alibi = with_sink(u * np.abs(slopes * distance) * (1 + (distance * u > 1)))
+    if problem.additive is not None:
+        scores = scores + problem.additive
+        sums.append(with_sink(scores))
+    if sinks is not None:
+        k, v = transposed(with_sink(transposed(k))), transposed(with_sink(transposed(v)))
+        products, scores, left = with_sink(products), with_sink(scores), with_sink(left, True)
+        scores[..., -1] = np.where(sinks == -np.inf, 0, sinks)[:, None]
+        left[..., -1] = (sinks != -np.inf)[:, None]
+        if slope is not None:
+            tanh, slope = with_sink(tanh), with_sink(slope, 1)
+    keys, rows = left.sum(axis=-1, keepdims=True), fold(left.sum(axis=-2)[..., None])
+    weights, lse, _ = _softmax(np.where(left, scores, -np.inf))
+    some = left.any(axis=-1, keepdims=True)
     lse = np.where(some, lse[..., None], 0)
-    log_weights = np.where(kept, scores - lse, -np.inf)
+    log_weights = np.where(left, scores - lse, -np.inf)
     log_sum = np.where(some, -log_weights.max(axis=-1, keepdims=True), 0)  # of exp(scores - peak)
-    out, grad_weights = weights @ v, grad_out @ transposed(v)
+    drawn_weights, grad_weights = weights, grad_out @ transposed(v)
+    if drawn is not None:
+        drawn = with_sink(drawn)
+        drawn_weights, grad_weights = weights * drawn, grad_weights * drawn
+    out = drawn_weights @ v
     delta = (weights * grad_weights).sum(axis=-1, keepdims=True)
     z = grad_weights - delta
     sloped = weights if slope is None else weights * slope
     grad_scores, middle = sloped * z, sloped @ k  # middle: where a change of delta goes
     grad_q, grad_k = factor * (grad_scores @ k), factor * fold(transposed(grad_scores) @ q)
 
+    def sums_of_scores(x: Array) -> list[Array]:
+        """The sums of the pairs' gradients that are grad_sinks and grad_mask; x may have had its rows added up."""
+        of_sinks = [] if sinks is None else [x[..., -1].sum(axis=(0, 2))]
+        return of_sinks + ([] if problem.shape_of_mask is None else [_sum_to_shape(x[..., :length], problem.shape_of_mask)])
+
+    def carried_to_sums(model: _Rounding, errors: Array) -> list[Array]:
+        """Of these sums where the gradients err so: worst case in a row, where errors are shared."""
+        if problem.shape_of_mask is not None and problem.shape_of_mask[-1] == 1 and length > 1:
+            whole = errors[..., :length].sum(axis=-1, keepdims=True)
+            errors = np.concatenate([whole, np.zeros_like(errors[..., 1:length]), errors[..., length:]], axis=-1)
+        return [model.root(x) for x in sums_of_scores(model.raised(errors))]
+
     def of_scores(model: _Rounding) -> tuple[list[Array], Array]:
         """Errors of the scores: a pair's own; those that the keys of a row share; those that all share. Of the slope."""
         unit = model.unit
-        own = model.join(factor * model.rounded(width, q, transposed(k)), unit * products) + lost_scores
+        own = model.join(factor * model.rounded(width, q, transposed(k)), unit * products) + problem.lost_scores
         errors, of_slope = [own, factor * unit * model.carried(q, transposed(k)), u * np.abs(products)], np.zeros(())
         if slope is not None:
             errors[0] = model.join(errors[0], 3 * unit * products)
@@ -762,12 +1078,14 @@ def _propagated(
             errors = [cap * np.tanh(e / cap) * (1 - tanh * np.tanh(size - e / cap)) for e in errors]  # tanh(a) - tanh(b)
             errors[0] = model.join(errors[0], 4 * unit * cap * tanh)
             of_slope = model.join(2 * tanh * sum(errors) / cap, unit * tanh, unit * slope)
-        rounded = unit * scores if additive is not None else 0.0
-        errors[0] = model.join(errors[0], rounded, unit * np.where(kept, log_weights + log_sum, 0), 3 * unit)
-        return [np.where(kept, e, 0) for e in (errors if model.power == 2 else [sum(errors)])], of_slope
+        if of_alibi is not None:
+            errors.append(of_alibi)
+        rounded = [unit * x for x in sums]
+        errors[0] = model.join(errors[0], *rounded, unit * np.where(left, log_weights + log_sum, 0), 3 * unit)
+        return [np.where(left, e, 0) for e in (errors if model.power == 2 else [sum(errors)])], of_slope
 
     def changes(errors: Array, along_row: _Rounding, along_column: _Rounding) -> list[Array]:
-        """Of out, lse, grad_q, grad_k, grad_v with errors of the scores, which add up so."""
+        """Of out, lse, grad_q, grad_k, grad_v and the sums of gradients with errors of the scores, which add up so."""
         shifted, linear = log_weights + errors, weights * errors
         most = shifted.max(axis=-1, keepdims=True, initial=0)
         large = np.where(errors < 1, weights * np.expm1(np.minimum(errors, 1)), np.exp(np.minimum(shifted, 300)))
@@ -778,25 +1096,31 @@ def _propagated(
         of_weights = np.where(
             relative < 1, weights * np.expm1(np.minimum(relative, 1)), np.exp(np.minimum(log_weights + relative, 0))
         )
-        of_weights = np.where(kept, of_weights + tiny, 0)
+        of_weights = np.where(left, of_weights + tiny, 0)
         weighted = of_weights * np.abs(z)
-        of_grad_scores = (weighted if slope is None else weighted * slope) + sloped * along_row.along(weighted)
+        of_capped = weighted + weights * along_row.along(weighted)  # behind the softcap
+        of_grad_scores = of_capped if slope is None else of_capped * slope
         return [
-            along_row.about(of_weights, v, out),
+            along_row.about(of_weights, v, out, drawn),
             of_lse,
             factor * along_row.about(weighted, k, middle, slope) + np.minimum(of_lse, 1) * np.abs(grad_q),
             factor * along_column.carried(transposed(of_grad_scores), q, fold),
-            along_column.carried(transposed(of_weights), grad_out, fold),
+            along_column.carried(transposed(of_weights if drawn is None else of_weights * drawn), grad_out, fold),
+            *carried_to_sums(along_column, of_capped),
         ]
 
     def roundings(model: _Rounding, of_slope: Array) -> list[Array]:
         """Of the same, behind the scores."""
         unit, ones = model.unit, np.ones((max(weights.shape[-1], value_width), 1))
+        of_draw = 0.0 if drawn is None else unit  # of 1 / (1 - p); 2 of it: of a product with it too
         of_sum = model.rounded(keys, weights, ones[: weights.shape[-1]])  # relative, of the sum of exponentials
-        of_out = model.join(model.rounded(keys, weights, v), 3 * unit * out)
+        of_out = model.join(model.rounded(keys, drawn_weights, v), 3 * unit * out)
+        of_grad_weights = model.rounded(value_width, grad_out, transposed(v))
+        if drawn is not None:
+            of_out = model.join(of_out, of_draw * out, model.carried(2 * of_draw * drawn_weights, v))
+            of_grad_weights = model.join(of_grad_weights * drawn, 2 * of_draw * grad_weights)
         of_lse = model.join(of_sum, 3 * unit * log_sum, unit * lse)
         of_weights = np.minimum(model.join(of_lse, unit * lse), 1)  # relative, of a whole row
-        of_grad_weights = model.rounded(value_width, grad_out, transposed(v))
         of_delta = model.join(
             model.rounded(value_width, grad_out * out, ones[:value_width]),
             model.along(of_out * grad_out),
@@ -804,26 +1128,34 @@ def _propagated(
             model.along(weights * of_grad_weights),
             of_sum * delta,
         )
+        of_capped = model.join(weights * of_grad_weights, 5 * unit * weights * z, weights * of_delta, of_weights * weights * z)
         of_grad_scores = model.join(sloped * of_grad_weights, 5 * unit * grad_scores, weights * z * of_slope)
         of_grad_q = model.join(
             factor * model.rounded(keys, grad_scores, k), factor * model.carried(of_grad_scores, k),
-            factor * middle * of_delta, of_weights * grad_q, 2 * unit * grad_q,
+            factor * middle * of_delta, of_weights * grad_q, (2 * unit + of_draw) * grad_q,
         )  # fmt: skip
         of_grad_scores = model.join(of_grad_scores, sloped * of_delta, of_weights * grad_scores)
         of_grad_k = model.join(
             factor * model.rounded(rows, transposed(grad_scores), q, fold),
-            factor * model.carried(transposed(of_grad_scores), q, fold), 2 * unit * grad_k,
+            factor * model.carried(transposed(of_grad_scores), q, fold), (2 * unit + of_draw) * grad_k,
         )  # fmt: skip
         of_grad_v = model.join(
-            model.rounded(rows, transposed(weights), grad_out, fold),
-            model.carried(transposed(weights * of_weights), grad_out, fold),
+            model.rounded(rows, transposed(drawn_weights), grad_out, fold),
+            model.carried(transposed(drawn_weights * model.join(of_weights, 2 * of_draw)), grad_out, fold),
+            of_draw * fold(transposed(drawn_weights) @ grad_out),
         )
-        return [model.join(of_out, of_sum * out), of_lse, of_grad_q, of_grad_k, of_grad_v]
+        capped = weights * z
+        parts = map(sums_of_scores, (left + 0, capped, model.raised(capped)))
+        of_sums = [
+            model.join(error, of_draw * total, model.summed(terms, total, powers))
+            for error, terms, total, powers in zip(carried_to_sums(model, of_capped), *parts)
+        ]
+        return [model.join(of_out, of_sum * out), of_lse, of_grad_q, of_grad_k, of_grad_v, *of_sums]
 
     def added_up(model: _Rounding) -> list[Array]:
         (own, *shared), of_slope = of_scores(model)
         total = [model.join(*parts) for parts in zip(roundings(model, of_slope), changes(own, model, model))]
-        for errors, along_column in zip(shared, (model, worst)):
+        for errors, along_column in zip(shared, (model, worst, worst)):
             total = [x + y for x, y in zip(total, changes(errors, worst, along_column))]
         total[1] = total[1][..., 0]
         return total

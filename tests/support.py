@@ -202,17 +202,17 @@ def assert_same(results, expected, message=""):
 
 
 def run(functions, q, k, v, g, *, threads=None, **keywords):
-    """out, lse, grad_q, grad_k, grad_v by `fastmha` or by `fastmha.reference`."""
-    out, lse = functions.attention(q, k, v, return_lse=True, num_threads=threads, **keywords)
+    """The results of `results_of`, by `fastmha` or by `fastmha.reference`."""
+    forward = {name: given for name, given in keywords.items() if name != "need_bias_grad"}
+    out, lse = functions.attention(q, k, v, return_lse=True, num_threads=threads, **forward)
     return out, lse, *functions.attention_backward(g, q, k, v, out, lse, num_threads=threads, **keywords)
 
 
 def in_float64(arrays, keywords):
-    """The same arguments for the oracle."""
-    mask = keywords.get("mask")
-    if mask is not None and mask.dtype != bool:
-        keywords = {**keywords, "mask": mask.astype(np.float64)}
-    return [x.astype(np.float64) for x in arrays], keywords
+    """The same arguments for the oracle: the numbers that the call's arrays hold."""
+    scores = {name: np.asarray(keywords[name]) for name in ("mask", "sinks", "alibi") if keywords.get(name) is not None}
+    wide = {name: x.astype(np.float64) for name, x in scores.items() if x.dtype != bool}
+    return [x.astype(np.float64) for x in arrays], {**keywords, **wide}
 
 
 def call_of(arrays, dtype, keywords):
@@ -237,7 +237,7 @@ def oracle(q, k, v, g, dtype, **keywords):
 
 
 def error_bounds(q, k, v, g, dtype, **keywords):
-    """Largest difference between two computed results, anywhere in out, lse, grad_q, grad_k, grad_v: each errs."""
+    """Largest difference between two computed results, anywhere in each of `results_of`: each errs."""
     call = call_of((q, k, v, g), dtype, keywords)
     if call not in _largest:
         _largest[call] = [2 * float(x.max(initial=0)) for x in reference.error_bounds(q, k, v, g, dtype, **keywords)]
@@ -245,7 +245,7 @@ def error_bounds(q, k, v, g, dtype, **keywords):
 
 
 def weights_bound(q, k, dtype, layout="BHLD", **keywords):
-    """Largest difference between two computed probabilities: they are the output for values that are the identity."""
+    """Largest difference between two computed probabilities (behind dropout): the output for values that are the identity."""
     heads, length = (1, 2) if layout == "BHLD" else (2, 1)
     values = np.broadcast_to(np.eye(k.shape[length]), (len(k), k.shape[heads], k.shape[length], k.shape[length]))
     grad = np.zeros((len(q), q.shape[heads], q.shape[length], k.shape[length]))
@@ -257,9 +257,16 @@ def weights_bound(q, k, dtype, layout="BHLD", **keywords):
 RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 
-def assert_close(results, expected, bounds):
+def results_of(keywords):
+    """The names of the results of a call, forward and backward."""
+    further = {"grad_sinks": keywords.get("sinks") is not None, "grad_mask": keywords.get("need_bias_grad")}
+    return (*RESULTS, *(name for name, there in further.items() if there))
+
+
+def assert_close(results, expected, bounds, names=(*RESULTS, "grad_sinks or grad_mask", "grad_mask")):
     """Each element within its bound of the oracle's, -inf at the same places."""
-    for name, got, wanted, bound in zip(RESULTS, results, expected, bounds):
+    assert len(results) <= len(names)
+    for name, got, wanted, bound in zip(names, results, expected, bounds):
         assert got.shape == wanted.shape, name
         finite = np.isfinite(wanted)
         assert np.array_equal(got[~finite], wanted[~finite].astype(got.dtype), equal_nan=True), name
@@ -271,9 +278,9 @@ def assert_close(results, expected, bounds):
 
 def check(q, k, v, g, **keywords):
     """Forward and backward against the oracle; inputs untouched, results fresh and of full shapes."""
-    inputs = [q, k, v, g]
+    inputs = [q, k, v, g, *(keywords[name] for name in ("sinks", "alibi") if keywords.get(name) is not None)]
     before = [x.copy() for x in inputs]
-    results = run(fastmha, *inputs, **keywords)
+    results = run(fastmha, q, k, v, g, **keywords)
     for x, kept in zip(inputs, before, strict=True):
         assert same_bits(x, kept)
     for x in results:
@@ -282,8 +289,11 @@ def check(q, k, v, g, **keywords):
         assert x.flags.writeable
     for x, y in itertools.product(results, [*inputs, *results]):
         assert x is y or not np.may_share_memory(x, y)
-    assert [x.shape for x in results[2:]] == [q.shape, k.shape, v.shape]
-    assert_close(results, *oracle(*inputs, q.dtype, **keywords))
+    names = results_of(keywords)
+    assert len(results) == len(names)
+    shapes = {"grad_sinks": np.shape(keywords.get("sinks")), "grad_mask": np.shape(keywords.get("mask"))}
+    assert [x.shape for x in results[2:]] == [q.shape, k.shape, v.shape, *(shapes[name] for name in names[5:])]
+    assert_close(results, *oracle(q, k, v, g, q.dtype, **keywords), names)
     return results
 
 
