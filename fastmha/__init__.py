@@ -30,6 +30,8 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
 
     Every file may read those below it, none one above: what takes arguments checks them by validate.py.
 
+    beside functional.py: packed.py, attention over sequences that lie end to end
+
     around attention: dense.py (linear, weights packed once) stands on algorithms.py, rowwise.py (activations, layer and RMS
     norms) on _core.pyx, both on threads.py and validate.py as functional.py does
 
@@ -89,6 +91,7 @@ from fastmha.masks import (  # noqa: E402
     create_padding_mask,
 )
 from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E402
+from fastmha.packed import attention_packed, attention_packed_backward  # noqa: E402
 from fastmha.planning import Plan  # noqa: E402
 from fastmha.rowwise import (  # noqa: E402
     gelu,
@@ -107,9 +110,9 @@ from fastmha.validate import ConventionWarning  # noqa: E402
 __version__ = "0.1.0"
 __all__ = [
     "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "PackedWeights", "Plan", "SelfAttention", "analysis",
-    "attention", "attention_backward", "combine_heads", "create_attention_mask", "create_causal_mask",
-    "create_causal_mask_with_cache", "create_padding_mask", "gelu", "gelu_backward", "get_num_threads", "layer_norm",
-    "layer_norm_backward", "linear", "linear_backward", "mean_pool_kv_heads", "merge", "multi_head_attention",
+    "attention", "attention_backward", "attention_packed", "attention_packed_backward", "combine_heads", "create_attention_mask",
+    "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask", "gelu", "gelu_backward", "get_num_threads",
+    "layer_norm", "layer_norm_backward", "linear", "linear_backward", "mean_pool_kv_heads", "merge", "multi_head_attention",
     "multi_head_attention_core", "pack_weights", "plan", "reference", "rms_norm", "rms_norm_backward",
     "scaled_dot_product_attention", "set_num_threads", "show_config", "silu", "silu_backward", "softmax", "softmax_backward",
     "split_heads",

@@ -347,6 +347,14 @@ cdef class Problem:
         return self.keep[2]
 
     @property
+    def scale(self):
+        return self.c.scale
+
+    @property
+    def softcap(self):
+        return self.c.softcap
+
+    @property
     def sinks(self):
         return self.keep[3]
 
@@ -872,6 +880,183 @@ def decode_forward(Problem problem, out, lse, int threads):
             c.cut = merging
             fmha_pool_run(kernels.decode_merge, &c, heads, scratch.threads)
     finish()
+
+
+# ------------------------------------------------------------------------------------------------------ packed sequences
+
+ctypedef struct Packed:
+    # One pass over sequences that lie end to end. Each is a run of its own with one batch row; `whole` is a run over all tokens.
+    fmha_run whole
+    fmha_task task
+    fmha_cut (*cut)(const fmha_run *, int64_t) noexcept nogil
+    ptrdiff_t sequences, itemsize
+    const int64_t *table                # for each sequence PACKED_COLUMNS numbers
+    int64_t *first                      # (sequences + 1) the first item of each
+    int64_t *chunk                      # (sequences) where the results of its chunks begin, in bytes, or NULL
+
+
+cdef enum:
+    PACKED_COLUMNS = 6                  # first query, queries, first key, keys, number in the draws, whole heads of a backward pass
+
+
+cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogil:
+    """The run of sequence s."""
+    cdef const int64_t *row = c.table + s * PACKED_COLUMNS
+    cdef ptrdiff_t size = c.itemsize, q0 = row[0], k0 = row[2]
+    to[0] = c.whole
+    to.p.Lq, to.p.Lk = row[1], row[3]
+    to.p.q.data += q0 * to.p.q.stride[2] * size
+    to.p.k.data += k0 * to.p.k.stride[2] * size
+    to.p.v.data += k0 * to.p.v.stride[2] * size
+    if to.p.offset != NULL:
+        to.p.offset += row[4]
+    to.p.dropout.b += row[4]
+    to.out.data += q0 * to.out.stride[2] * size
+    if to.lse != NULL:                  # a sequence's (H, Lq) behind those of the sequences before
+        to.lse += to.p.H * q0 * size
+    if to.row_states != NULL:
+        to.row_states += to.p.H * q0 * FMHA_ROW_STATE * size
+    if to.grad_out.data != NULL:
+        to.grad_out.data += q0 * to.grad_out.stride[2] * size
+        to.grad_q.data += q0 * to.grad_q.stride[2] * size
+        to.grad_k.data += k0 * to.grad_k.stride[2] * size
+        to.grad_v.data += k0 * to.grad_v.stride[2] * size
+    if c.chunk != NULL:
+        to.chunks += c.chunk[s]
+    to.cut = c.cut(to, row[5])
+
+
+cdef void packed_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """Item `index` of all sequences' is one of the sequence that it lies in."""
+    cdef Packed *c = <Packed *>context
+    cdef fmha_run own
+    cdef ptrdiff_t low = 0, high = c.sequences, middle
+    while high - low > 1:
+        middle = (low + high) // 2
+        if c.first[middle] <= index:
+            low = middle
+        else:
+            high = middle
+    sequence_run(c, low, &own)
+    c.task(&own, index - c.first[low], worker)
+
+
+cdef fmha_cut packed_forward_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+    return fmha_forward_cut(&run.p)
+
+
+cdef fmha_cut packed_decode_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+    return fmha_decode_cut(&run.p)
+
+
+cdef fmha_cut packed_heads_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+    return fmha_heads_cut(&run.p)
+
+
+cdef fmha_cut packed_backward_cut(const fmha_run *run, int64_t whole) noexcept nogil:
+    return fmha_backward_cut(&run.p, run.mode, whole)
+
+
+ctypedef ptrdiff_t (*scratch_function)(const fmha_problem *) noexcept nogil
+
+
+cdef ptrdiff_t packed_items(Packed *c, scratch_function scratch, const fmha_kernels *kernels, ptrdiff_t *most) noexcept nogil:
+    """Numbers the items of a pass; most: the scratch of one thread for whichever sequence needs most, where that is larger."""
+    cdef ptrdiff_t s, items = 0, size
+    cdef fmha_run own
+    for s in range(c.sequences):
+        sequence_run(c, s, &own)
+        c.first[s] = items
+        items += fmha_items(&own.cut)
+        size = scratch(&own.p) if scratch != NULL else kernels.backward_scratch(&own.p, own.mode)
+        most[0] = max(most[0], size * c.itemsize)
+    c.first[c.sequences] = items
+    return items
+
+
+def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
+    """Attention of sequences that lie end to end in q, k, v (1, heads, tokens, width), by "tiled" or "decode".
+
+    table (sequences, 6) int64: first query, queries, first key, keys, number of the sequence in the offsets (sequences,) and in the
+    draws of dropout, and what `packed_backward` says. lse: (heads, queries) of each sequence behind the one before, or None.
+    """
+    cdef Packed c
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, most = 0, items, merging, s, bytes = 0
+    cdef fmha_run own
+    cdef Scratch numbers, scratch, chunks
+    prepare_packed(&c, problem, table, out, lse)
+    numbers = Scratch((2 * c.sequences + 2) * sizeof(int64_t), 1)
+    c.first = <int64_t *>numbers.start
+    if not decode:
+        c.task, c.cut = kernels.tiled_forward, packed_forward_cut
+        items = packed_items(&c, kernels.forward_scratch, kernels, &most)
+        scratch = scratch_for(most, items, threads)
+        c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
+        with nogil:
+            fmha_pool_run(packed_item, &c, items, scratch.threads)
+        finish()
+        return
+    c.cut = packed_heads_cut
+    merging = packed_items(&c, kernels.merge_scratch, kernels, &most)
+    c.task, c.cut = kernels.decode, packed_decode_cut
+    items = packed_items(&c, kernels.decode_scratch, kernels, &most)
+    c.chunk = c.first + c.sequences + 1
+    for s in range(c.sequences):
+        c.chunk[s] = 0
+    for s in range(c.sequences):
+        sequence_run(&c, s, &own)
+        c.chunk[s] = bytes
+        bytes += fmha_items(&own.cut) * kernels.chunk_scratch(&own.p) * size
+    scratch = scratch_for(most, max(items, merging), threads)
+    c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
+    chunks = Scratch(bytes, 1)
+    c.whole.chunks = chunks.start
+    with nogil:
+        if fmha_pool_run(packed_item, &c, items, scratch.threads):
+            c.task, c.cut = kernels.decode_merge, packed_heads_cut
+            packed_items(&c, kernels.merge_scratch, kernels, &most)
+            fmha_pool_run(packed_item, &c, merging, scratch.threads)
+    finish()
+
+
+def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, grad_v, states, int threads):
+    """Gradients of sequences that lie end to end, by "tiled"; the last column of the table: how many key/value heads of each sequence
+    are items of their own, as `tiled_backward` has it. states: as lse, or None where all are."""
+    cdef Packed c
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, most, items
+    cdef Scratch numbers, scratch
+    prepare_packed(&c, problem, table, out, lse)
+    read_array(grad_out, &c.whole.grad_out, NULL, size, False)
+    read_array(grad_q, &c.whole.grad_q, NULL, size, True)
+    read_array(grad_k, &c.whole.grad_k, NULL, size, True)
+    read_array(grad_v, &c.whole.grad_v, NULL, size, True)
+    c.whole.row_states = pointer(states, True) if states is not None else NULL
+    numbers = Scratch((c.sequences + 1) * sizeof(int64_t), 1)
+    c.first = <int64_t *>numbers.start
+    c.task, c.cut = kernels.tiled_backward, packed_backward_cut
+    for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
+        c.whole.mode = mode
+        most = 0
+        items = packed_items(&c, NULL, kernels, &most)
+        if items == 0:
+            continue
+        scratch = scratch_for(most, items, threads)
+        c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
+        with nogil:
+            fmha_pool_run(packed_item, &c, items, scratch.threads)
+        finish()
+
+
+cdef int prepare_packed(Packed *c, Problem problem, table, out, lse) except -1:
+    """What both directions share."""
+    memset(c, 0, sizeof(Packed))
+    c.whole.p, c.itemsize = problem.c, problem.itemsize
+    c.table, c.sequences = <const int64_t *>pointer(table, False), len(table)
+    read_array(out, &c.whole.out, NULL, problem.itemsize, True)
+    c.whole.lse = pointer(lse, True) if lse is not None else NULL
+    return 0
 
 
 # ------------------------------------------------------------------------------------------------------- items of a run

@@ -169,23 +169,30 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
              grad_k: np.ndarray, grad_v: np.ndarray, threads: int, grad_mask: np.ndarray | None = None) -> np.ndarray | None:
     """grad_q, grad_k, grad_v, and grad_mask in the additive mask's shape, <- the gradients by the named algorithm, which can;
     out is (B, H, Lq, Dv). Returns the gradient of the sinks, if there are any."""
-    run = BY_NAME[name].backward
-    assert run is not None      # `planning.choose` has seen to it
     B, H, _, Lq, Lk, _, _ = problem.shape
     if problem.sinks is None and grad_mask is None:
-        run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, None, threads)
+        backward_of(name, problem, out, lse, grad_out, grad_q, grad_k, grad_v, None, threads)
         return None
     states = np.zeros((B, H, Lq, _core.ROW_STATE), problem.dtype)
-    run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads)
+    backward_of(name, problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads)
     if grad_mask is not None:
         if 0 in (B, H, Lq, Lk):
             grad_mask[...] = 0
         else:
             _core.mask_gradient(problem, grad_out, states, grad_mask, threads)
-    return None if problem.sinks is None else _sink_gradient(problem.sinks, states)
+    return None if problem.sinks is None else sink_gradient(problem.sinks, states)
 
 
-def _sink_gradient(sinks: np.ndarray, states: np.ndarray) -> np.ndarray:
+def backward_of(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
+                grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
+    """grad_q, grad_k, grad_v <- the gradients, and states (B, H, Lq, ROW_STATE), zeros before, or None, <- what `sink_gradient`
+    and the gradient of a mask are made of."""
+    run = BY_NAME[name].backward
+    assert run is not None      # `planning.choose` has seen to it
+    run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads)
+
+
+def sink_gradient(sinks: np.ndarray, states: np.ndarray) -> np.ndarray:
     """(H,): the sum of -P delta over batch rows and queries, where P is the weight of the sink."""
     shift, inverse, delta = (states[..., i].astype(np.float64) for i in range(_core.ROW_STATE))
     with np.errstate(all="ignore"):

@@ -91,10 +91,15 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     wanted: not at masks, the batch size, threads or values.
     """
     _, H, Hkv, Lq, Lk, D, _ = problem.shape
-    rows = Lq * (H // Hkv if Hkv else 0)
+    return choose_for(Lq * (H // Hkv if Hkv else 0), Lk, D * problem.itemsize, algorithm, backward, weights)
+
+
+def choose_for(rows: int, Lk: int, key_bytes: int, algorithm: str, backward: bool = False,
+               weights: bool = False) -> tuple[str, Mapping[str, str]]:
+    """`choose` for so many query rows per key/value head on Lk keys of so many bytes."""
     if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
         validate.choice("algorithm", algorithm, ALGORITHMS)
-    return _choose(rows, decode_pays(rows, Lk, D * problem.itemsize), _core.fused_multiply_add(), algorithm, backward, weights)
+    return _choose(rows, decode_pays(rows, Lk, key_bytes), _core.fused_multiply_add(), algorithm, backward, weights)
 
 
 def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:

@@ -340,7 +340,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
             copied += additive_mask.nbytes
             additive_mask = np.broadcast_to(additive_mask, mask.shape)
     left, right = band(is_causal, window)
-    offsets = draws = None
+    places = draws = None
     if sinks is not None:
         sinks = _of_heads("sinks", sinks, H, q.dtype)
     if alibi is not None:
@@ -351,14 +351,14 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         if offset is not None:
             raise ValueError(f"offset is given ({short(offset)}) but none of is_causal, window and alibi, which it would shift")
     else:
-        offsets = _offsets(offset, B, Lq, Lk)
+        places = offsets(offset, B, Lq, Lk)
     starts = lengths = None
     if key_padding_lengths is not None:
         lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
     if key_ranges is not None:
         starts, lengths = _within(lengths, *ranges(key_ranges, B, Lk, "Lk"))
     factor, cap = scaling(scale, softcap, D, q.dtype)
-    problem = Problem(q, k, v, bool_mask, additive_mask, offsets, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
+    problem = Problem(q, k, v, bool_mask, additive_mask, places, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
     return problem
 
@@ -484,7 +484,7 @@ def _side(name: str, side: Any) -> int | None:
     return integer(name, side)
 
 
-def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
+def offsets(offset: Any, B: int, Lq: int, Lk: int, axis: str = "B") -> np.ndarray:
     """offset as a (B,) int64 array."""
     if offset is None:
         if Lq != Lk:
@@ -499,9 +499,9 @@ def _offsets(offset: Any, B: int, Lq: int, Lk: int) -> np.ndarray:
         return same
     values = integers("offset", offset)
     if values is None:
-        raise TypeError(f"offset must be an int or a (B,) array of ints, got {short(offset)}")
+        raise TypeError(f"offset must be an int or a ({axis},) array of ints, got {short(offset)}")
     if values.ndim and values.shape != (B,):
-        raise ValueError(f"offset must be an int or a (B,) = ({B},) array of ints, got shape {values.shape}")
+        raise ValueError(f"offset must be an int or a ({axis},) = ({B},) array of ints, got shape {values.shape}")
     if values.size and (values.min() < -_OFFSET_MAX or values.max() > _OFFSET_MAX):
         raise ValueError(f"offset must lie within +-2**61, got {short(offset)}")
     return np.full(B, values, np.int64)
