@@ -41,7 +41,7 @@ SENTENCES = [
     "I cannot log in to my account any more.",
 ]
 
-# The benchmark repeats these: from two words to a short paragraph, so that batches are padded as in real use.
+# The benchmark repeats these: from two words to a short paragraph, as in real use.
 VARIED = [
     *SENTENCES,
     "Good morning.",
@@ -90,83 +90,57 @@ def load_model() -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     return config, load_file(folder / "model.safetensors"), tokenizer
 
 
-class ReferenceAttention:
-    """The part of ``fastmha.MultiHeadAttention`` that is used here, on the plain NumPy of ``fastmha.reference``."""
-
-    def __init__(self, d_model: int, num_heads: int, *, use_bias: bool = False) -> None:
-        self.num_heads = num_heads
-        self.weights: dict[str, np.ndarray] = {}
-
-    def load_state_dict(self, weights: dict[str, np.ndarray]) -> None:
-        self.weights = dict(weights)
-
-    def forward(
-        self,
-        x: np.ndarray,
-        *,
-        key_padding_lengths: np.ndarray | None = None,
-        training: bool = False,
-    ) -> np.ndarray:
-        result = reference.mha_forward_backward(
-            x, self.weights, self.num_heads, key_padding_lengths=key_padding_lengths
-        )
-        return result["output"]
-
-
-# Who computes attention, and whose `linear` and `layer_norm` stand around it.
-BACKENDS: dict[str, tuple[Any, Any]] = {
-    "fastmha": (fastmha.MultiHeadAttention, fastmha),
-    "reference": (ReferenceAttention, reference),
-}
+# Whose `linear`, `layer_norm` and `attention_packed` compute.
+BACKENDS: dict[str, Any] = {"fastmha": fastmha, "reference": reference}
 
 
 class LayerNorm:
-    """Mean 0 and variance 1 over the last axis of x + residual, then a learned gain and bias."""
+    """Mean 0 and variance 1 over the last axis of x, then a learned gain and bias."""
 
     def __init__(self, weights: dict[str, np.ndarray], name: str, epsilon: float, functions: Any) -> None:
         self.gain, self.bias, self.epsilon = weights[f"{name}.weight"], weights[f"{name}.bias"], epsilon
         self.norm = functions.layer_norm
 
-    def __call__(self, x: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
-        return self.norm(x, self.gain, self.bias, self.epsilon, residual)
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return self.norm(x, self.gain, self.bias, self.epsilon)
 
 
 class Dense:
-    """activation(x @ W.T + b): the file stores W as (out, in)."""
+    """activation(x @ W.T + b) + residual: the file stores W as (out, in). Several of one input are computed side by side."""
 
-    def __init__(self, weights: dict[str, np.ndarray], name: str, functions: Any, activation: str | None = None) -> None:
-        self.W, self.b, self.activation = weights[f"{name}.weight"].T, weights[f"{name}.bias"], activation
-        self.linear = functions.linear
+    def __init__(
+        self, weights: dict[str, np.ndarray], names: Sequence[str], functions: Any, activation: str | None = None
+    ) -> None:
+        self.W: Any = np.concatenate([weights[f"{name}.weight"] for name in names]).T
+        self.b = np.concatenate([weights[f"{name}.bias"] for name in names])
+        self.activation, self.linear = activation, functions.linear
         if functions is fastmha:
             self.W = fastmha.pack_weights(self.W)  # once, in the order in which every call reads them
 
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        return self.linear(x, self.W, self.b, activation=self.activation)
+    def __call__(self, x: np.ndarray, residual: np.ndarray | None = None) -> np.ndarray:
+        return self.linear(x, self.W, self.b, activation=self.activation, residual=residual)
 
 
 class BertLayer:
     """Attention and a two-layer perceptron, each added to its input and normalised."""
 
-    def __init__(self, weights: dict[str, np.ndarray], name: str, attention: Any, epsilon: float, functions: Any) -> None:
-        # fastmha computes x @ W with W (in, out): the transpose of what the file holds.
-        state = {}
-        for letter, part in zip("QKVO", ("self.query", "self.key", "self.value", "output.dense"), strict=True):
-            state[f"W_{letter}"] = weights[f"{name}.attention.{part}.weight"].T
-            state[f"b_{letter}"] = weights[f"{name}.attention.{part}.bias"]
-        attention.load_state_dict(state)
-        if functions is fastmha:
-            attention.freeze()  # its weights are packed, too
-        self.attention = attention
+    def __init__(self, weights: dict[str, np.ndarray], name: str, num_heads: int, epsilon: float, functions: Any) -> None:
+        self.num_heads, self.attention = num_heads, functions.attention_packed
+        own = [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]
+        self.project = Dense(weights, own, functions)
+        self.merge = Dense(weights, [f"{name}.attention.output.dense"], functions)
         self.attention_norm = LayerNorm(weights, f"{name}.attention.output.LayerNorm", epsilon, functions)
-        self.widen = Dense(weights, f"{name}.intermediate.dense", functions, "gelu")
-        self.narrow = Dense(weights, f"{name}.output.dense", functions)
+        self.widen = Dense(weights, [f"{name}.intermediate.dense"], functions, "gelu")
+        self.narrow = Dense(weights, [f"{name}.output.dense"], functions)
         self.output_norm = LayerNorm(weights, f"{name}.output.LayerNorm", epsilon, functions)
 
     def __call__(self, x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        # x: (B, L, d_model); tokens at and past lengths[b] are padding, which nothing may attend.
-        attended = self.attention.forward(x, key_padding_lengths=lengths, training=False)
-        x = self.attention_norm(attended, residual=x)
-        return self.output_norm(self.narrow(self.widen(x)), residual=x)
+        # x: (tokens, d_model), the sentences end to end; the heads of Q, K, V are views of one product
+        tokens, d_model = x.shape
+        q, k, v = self.project(x).reshape(tokens, 3, self.num_heads, -1).swapaxes(0, 1)
+        attended = self.attention(q, k, v, lengths).reshape(tokens, d_model)
+        x = self.attention_norm(self.merge(attended, residual=x))
+        return self.output_norm(self.narrow(self.widen(x), residual=x))
 
 
 class SentenceEncoder:
@@ -186,7 +160,7 @@ class SentenceEncoder:
     def __init__(self, backend: str = "fastmha") -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-        attention, functions = BACKENDS[backend]
+        functions = BACKENDS[backend]
         config, weights, self.tokenizer = load_model()
         self.d_model: int = config["hidden_size"]
         epsilon: float = config["layer_norm_eps"]
@@ -197,20 +171,14 @@ class SentenceEncoder:
         )
         self.embedding_norm = LayerNorm(weights, "embeddings.LayerNorm", epsilon, functions)
         self.layers = [
-            BertLayer(
-                weights,
-                f"encoder.layer.{i}",
-                attention(self.d_model, config["num_attention_heads"], use_bias=True),
-                epsilon,
-                functions,
-            )
+            BertLayer(weights, f"encoder.layer.{i}", config["num_attention_heads"], epsilon, functions)
             for i in range(config["num_hidden_layers"])
         ]
 
     def encode(self, sentences: Sequence[str], batch_size: int = 32) -> np.ndarray:
         """Embeddings (n, 384), float32, each row of length 1, in the order of the sentences.
 
-        Sentences are batched with others of about their length, so that little is padding. What lies past the model's
+        The tokens of a batch lie end to end, whatever their sentences' lengths: nothing is padded. What lies past the model's
         limit of 256 tokens is cut off.
         """
         if isinstance(sentences, str):
@@ -218,25 +186,23 @@ class SentenceEncoder:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         tokens = [encoding.ids for encoding in self.tokenizer.encode_batch(list(sentences))]
-        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
         embeddings = np.empty((len(tokens), self.d_model), np.float32)
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
-            embeddings[rows] = self._encode_batch([tokens[i] for i in rows])
+        for start in range(0, len(tokens), batch_size):
+            batch = slice(start, start + batch_size)
+            embeddings[batch] = self._encode_batch(tokens[batch])
         return embeddings
 
     def _encode_batch(self, tokens: list[list[int]]) -> np.ndarray:
         lengths = np.array([len(row) for row in tokens])
-        longest = int(lengths.max())
-        valid = np.arange(longest) < lengths[:, None]  # (B, L)
-        ids = np.zeros((len(tokens), longest), np.intp)  # 0 is the padding token
-        ids[valid] = np.concatenate(tokens)
+        starts = np.cumsum(lengths) - lengths
+        ids = np.concatenate(tokens)
+        positions = np.arange(len(ids)) - np.repeat(starts, lengths)
 
-        x = self.embedding_norm(self.words[ids] + self.positions[:longest])  # (B, L, d_model)
+        x = self.embedding_norm(self.words[ids] + self.positions[positions])  # (tokens, d_model)
         for layer in self.layers:
             x = layer(x, lengths)
 
-        pooled = np.where(valid[:, :, None], x, 0).sum(axis=1) / lengths[:, None].astype(x.dtype)
+        pooled = np.add.reduceat(x, starts, axis=0) / lengths[:, None].astype(x.dtype)  # no sentence is without tokens
         return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
 
 

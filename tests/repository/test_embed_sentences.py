@@ -1,4 +1,4 @@
-"""The example with a real model: known cosines, agreement with the reference attention, padding without effect."""
+"""The example with a real model: known cosines, agreement with the reference, no effect of a batch on its sentences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def hide(monkeypatch, package):
 
 @pytest.mark.parametrize("batch_size", [3, 2, 1])
 def test_cosines_are_those_of_sentence_transformers_batched_and_one_by_one(encoder, batch_size):
-    assert len({len(encoding.ids) for encoding in encoder.tokenizer.encode_batch(THREE)}) > 1  # so there is padding
+    assert len({len(encoding.ids) for encoding in encoder.tokenizer.encode_batch(THREE)}) > 1  # of different lengths
     embeddings = encoder.encode(THREE, batch_size=batch_size)
     cosines = (embeddings @ embeddings.T)[[0, 0, 1], [1, 2, 2]]
     np.testing.assert_allclose(cosines, THREE_COSINES, rtol=0, atol=1e-3)
@@ -65,7 +65,7 @@ def test_embeddings_are_float32_rows_of_length_one(encoder):
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 32])
-def test_fastmha_agrees_with_the_reference_attention(example, fastmha_encoder, reference_encoder, batch_size):
+def test_fastmha_agrees_with_the_reference(example, fastmha_encoder, reference_encoder, batch_size):
     ours = fastmha_encoder.encode(example.VARIED, batch_size)
     expected = reference_encoder.encode(example.VARIED, batch_size)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
