@@ -103,13 +103,11 @@ class Attention:
         self.heads = fastmha.MultiHeadAttention(d_model, H, dtype=dtype, rng=rng)
         self.params = self.heads.parameters()  # W_Q, W_K, W_V, W_O: views, so that Adam's writing trains the module
 
-    def forward(self, x: np.ndarray, bias: np.ndarray, B: int, cache: Any, training: bool) -> np.ndarray:
-        # y <- concat over the heads of (softmax(q @ k.T / sqrt(D) + bias) @ v) @ W_O, where q, k, v = x @ W_Q, W_K, W_V
+    def forward(self, x: np.ndarray, slopes: np.ndarray, B: int, cache: Any, training: bool) -> np.ndarray:
+        # y <- concat over the heads of (softmax(q @ k.T / sqrt(D) - slope · distance) @ v) @ W_O; q, k, v = x @ W_Q, W_K, W_V.
+        # With a cache, x holds the new characters only: the keys and values of those before them are in it.
         x = x.reshape(B, -1, x.shape[1])
-        if cache is None:
-            y = self.heads.forward(x, bias, is_causal=True, training=training)
-        else:  # x holds the new characters only; the keys and values of those before them are in the cache
-            y = self.heads.forward(x, bias, is_causal=True, training=False, cache=cache)
+        y = self.heads.forward(x, is_causal=True, alibi=slopes, cache=cache, training=training and cache is None)
         return y.reshape(-1, y.shape[2])
 
     def backward(self, grad_y: np.ndarray, B: int) -> np.ndarray:
@@ -129,8 +127,8 @@ class Block:
         self.attention = Attention(d_model, H, dtype, rng)
         self.widen, self.narrow = Dense(d_model, 4 * d_model, dtype, rng), Dense(4 * d_model, d_model, dtype, rng)
 
-    def forward(self, x: np.ndarray, bias: np.ndarray, B: int, cache: Any, training: bool) -> np.ndarray:
-        x = x + self.attention.forward(self.norm_1.forward(x), bias, B, cache, training)
+    def forward(self, x: np.ndarray, slopes: np.ndarray, B: int, cache: Any, training: bool) -> np.ndarray:
+        x = x + self.attention.forward(self.norm_1.forward(x), slopes, B, cache, training)
         self.r = np.maximum(self.widen.forward(self.norm_2.forward(x)), 0)  # r (N, 4·d_model) <- relu(widen(norm_2(x)))
         return x + self.narrow.forward(self.r * self.r)
 
@@ -159,7 +157,7 @@ class Transformer:
         for block in self.blocks:  # what the blocks add to x starts small, whatever their number
             for W in (block.attention.params["W_O"], block.narrow.params["W"]):
                 W /= math.sqrt(2 * num_blocks)
-        self.biases = np.empty((1, H, 0, 0), dtype)
+        self.slopes = (2.0 ** -np.linspace(0, 6, H)).astype(dtype)  # 1 ... 1/64
 
     def layers(self) -> dict[str, Any]:
         """Name -> layer, for all layers with weights."""
@@ -175,21 +173,12 @@ class Transformer:
         """Name of the weights -> their gradient from the last backward."""
         return {f"{layer}.{name}": g for layer, found in self.layers().items() for name, g in found.grads.items()}
 
-    def bias(self, start: int, end: int) -> np.ndarray:
-        """(1, H, end - start, end): of queries at start ... end - 1 on the keys at 0 ... end - 1."""
-        if end > self.biases.shape[3]:
-            places, slopes = np.arange(2 * end), 2.0 ** -np.linspace(0, 6, self.H)  # 1 ... 1/64
-            self.biases = (slopes[:, None, None] * (places - places[:, None]))[None].astype(self.dtype)
-        return self.biases[:, :, start:end, :end]
-
     def forward(self, tokens: np.ndarray, caches: list[Any] | None = None, training: bool = True) -> np.ndarray:
         """With caches, tokens are those that follow what the caches hold."""
-        self.B, L = tokens.shape
-        start = caches[0].length if caches else 0
-        bias = self.bias(start, start + L)
+        self.B = len(tokens)
         x = self.embedding.forward(tokens.ravel())  # (B·L, d_model)
         for i, block in enumerate(self.blocks):
-            x = block.forward(x, bias, self.B, caches[i] if caches else None, training)
+            x = block.forward(x, self.slopes, self.B, caches[i] if caches else None, training)
         return self.head.forward(self.norm.forward(x))
 
     def backward(self, grad_logits: np.ndarray) -> None:

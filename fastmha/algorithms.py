@@ -197,7 +197,8 @@ def sink_gradient(sinks: np.ndarray, states: np.ndarray) -> np.ndarray:
     shift, inverse, delta = (states[..., i].astype(np.float64) for i in range(_core.ROW_STATE))
     with np.errstate(all="ignore"):
         weights = np.exp(sinks[:, None] - shift) * inverse
-        return np.subtract(0, np.add.reduce(weights * delta, axis=(0, 2))).astype(sinks.dtype)
+        terms = np.where(weights == 0, 0, weights * delta)
+        return np.subtract(0, np.add.reduce(terms, axis=(0, 2))).astype(sinks.dtype)
 
 
 def for_backward(algorithm: str) -> str:
