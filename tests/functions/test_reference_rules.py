@@ -234,6 +234,12 @@ def test_a_pair_is_kept_by_the_word_of_its_own_counter(seed, dropout):
         assert kept[b, h, i, j] == (int(words[j % 4]) >= threshold)
 
 
+def test_a_pair_whose_word_is_the_threshold_itself_is_kept():
+    word = int(reference.philox(np.zeros(4, int), (0, 0))[1])
+    kept = [reference.kept(0, threshold / 2**32, 1, 1, 1, 2)[0, 0, 0, 1] for threshold in (word - 1, word, word + 1)]
+    assert kept == [True, True, False]
+
+
 def test_the_draws_are_these():
     """For implementations elsewhere: rows of batch row 0, head 0, query 0 first."""
     rows = reference.kept(2**40 + 7, 0.3, 2, 2, 2, 9).reshape(8, 9)
