@@ -302,6 +302,16 @@ def test_a_sink_of_minus_infinity_changes_no_bound_and_a_row_of_nothing_else_has
     assert max(x.max() for x in (out, grad_q, grad_sinks)) < 1e-30
 
 
+def test_the_only_key_of_a_row_errs_by_a_few_roundings_behind_dropout_however_its_score_errs(rng):
+    q, k, v, g = draw(rng, 2, 4, 4, 65, 1, 64, 64)
+    rules = {"dropout": 0.5, "seed": 4}
+    bound = reference.error_bounds(q * 1e3, k * 1e3, v, g, np.float32, **rules)[0]
+    out = reference.attention(q, k, v, **rules)
+    assert (np.abs(out) > 0).mean() == pytest.approx(0.5, abs=0.1)
+    assert (bound <= 16 * 2.0**-24 * np.abs(out) + 1e-30).all()
+    assert (bound >= 4 * 2.0**-24 * np.abs(out)).all()
+
+
 def test_the_sign_of_the_scale_changes_no_bound(rng):
     q, k, v, g = draw_small(rng)
     for x, y in zip(
