@@ -347,6 +347,23 @@ SMALL_CALLS = {
         "key_padding_lengths": np.array([4, 3]), "scale": 1.3, "softcap": 3.0,
     },
 }  # fmt: skip
+SINKS, SLOPES = np.array([0.5, -1.0, -np.inf, 2.0]), np.array([0.5, 0.25, 0.0, -0.3])
+RULE_CALLS = {
+    "sinks": {"sinks": SINKS},
+    "sinks, softcap and empty rows": {"sinks": SINKS, "softcap": 1.5, "key_padding_lengths": np.array([3, 0])},
+    "alibi": {"alibi": SLOPES, "offset": 1},
+    "alibi, an offset per batch row": {"alibi": SLOPES, "offset": np.array([1, -1]), "is_causal": True},
+    "dropout": {"dropout": 0.3, "seed": 2**40 + 7},
+    "dropout and sinks": {"dropout": 0.5, "seed": 3, "sinks": SINKS, "window": (1, 1), "offset": 0},
+    "gradient of the mask": {"mask": ADDITIVE, "softcap": 2.0, "need_bias_grad": True},
+    "gradient of a mask of two axes": {"mask": ADDITIVE[0, 0], "need_bias_grad": True, "dropout": 0.2, "seed": 1},
+    "gradient of a mask of keys": {"mask": ADDITIVE[:, :1, :1], "need_bias_grad": True, "sinks": SINKS},
+    "gradient of a mask of queries": {"mask": ADDITIVE[:1, :, :, 1:2], "need_bias_grad": True, "sinks": SINKS},
+    "all rules together": {
+        **SMALL_CALLS["all together"], "sinks": SINKS, "alibi": SLOPES, "dropout": 0.25, "seed": 11, "need_bias_grad": True,
+    },
+}  # fmt: skip
+every_rule_call = pytest.mark.parametrize("keywords", RULE_CALLS.values(), ids=RULE_CALLS)
 every_case = pytest.mark.parametrize("keywords", SMALL_CALLS.values(), ids=SMALL_CALLS)
 
 

@@ -2,7 +2,20 @@
 
 import numpy as np
 import pytest
-from support import ILL_SCALED, SMALL, draw, draw_ill_scaled, draw_small, every_case, ill_scaled, oracle, run
+from support import (
+    ILL_SCALED,
+    SMALL,
+    draw,
+    draw_ill_scaled,
+    draw_small,
+    every_case,
+    every_rule_call,
+    ill_scaled,
+    in_float64,
+    oracle,
+    results_of,
+    run,
+)
 
 from fastmha import reference
 
@@ -12,9 +25,9 @@ every_rule = pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 
 
 def beyond(results, arrays, dtype=np.float32, **rules):
-    """The largest error, in bounds, of each of out, lse, grad_q, grad_k, grad_v; infinite where it is no number."""
+    """The largest error, in bounds, of each of `results_of`; infinite where it is no number."""
     exact, bounds = oracle(*arrays, dtype, **rules)
-    errors = [np.abs(got.astype(np.float64) - wanted) / bound for got, wanted, bound in zip(results, exact, bounds)]
+    errors = [np.abs(got.astype(np.float64) - wanted) / bound for got, wanted, bound in zip(results, exact, bounds, strict=True)]
     return [float(np.nan_to_num(error, nan=np.inf).max(initial=0)) for error in errors]
 
 
@@ -23,6 +36,53 @@ def beyond(results, arrays, dtype=np.float32, **rules):
 def test_plain_numpy_in_float32_errs_by_less_than_half_of_the_bounds(kind, rules, rng):
     arrays = draw_ill_scaled(kind, rng, 2, 4, 2, 65, 65, 64, 64)
     assert max(beyond(run(reference, *arrays, **rules), arrays, **rules)) < 0.5
+
+
+HEAD_SINKS, HEAD_SLOPES = np.array([0.0, 1.0, -1.0, 4.0], np.float32), np.array([0.25, 0.0625, 0.3, 3.1], np.float32)
+MORE_RULES = {
+    "sinks": {"sinks": HEAD_SINKS},
+    "alibi": {"alibi": HEAD_SLOPES, "is_causal": True},
+    "alibi far away": {"alibi": HEAD_SLOPES, "offset": 10**6},
+    "alibi, distances beyond 24 bits": {"alibi": HEAD_SLOPES / 2**20, "offset": 3 * 2**25 + 1},
+    "dropout": {"dropout": 0.3, "seed": 5},
+    "most dropped": {"dropout": 0.97, "seed": 6, "sinks": HEAD_SINKS},
+    "gradient of a mask": {"mask": (2, 4, 65, 65), "need_bias_grad": True},
+    "gradient of a mask of two axes": {"mask": (65, 65), "need_bias_grad": True, "dropout": 0.1, "seed": 7},
+    "gradient of a mask of keys": {"mask": (2, 1, 1, 65), "need_bias_grad": True, "sinks": HEAD_SINKS},
+    "gradient of a mask of queries": {"mask": (1, 4, 65, 1), "need_bias_grad": True, "sinks": HEAD_SINKS},
+    "gradient of one number": {"mask": (1, 1, 1, 1), "need_bias_grad": True, "sinks": HEAD_SINKS, "softcap": 5.0},
+    "all": {
+        "mask": (2, 4, 65, 65), "need_bias_grad": True, "sinks": HEAD_SINKS, "alibi": HEAD_SLOPES, "is_causal": True,
+        "dropout": 0.2, "seed": 8, "softcap": 5.0,
+    },
+}  # fmt: skip
+every_further_rule = pytest.mark.parametrize("rules", MORE_RULES.values(), ids=MORE_RULES)
+
+
+def with_mask(rules):
+    """The rules with an additive mask in place of its shape."""
+    if "mask" not in rules:
+        return rules
+    return {**rules, "mask": 3 * np.random.default_rng(3).standard_normal(rules["mask"]).astype(np.float32)}
+
+
+@ill_scaled
+@every_further_rule
+def test_plain_numpy_in_float32_errs_by_less_than_half_of_the_bounds_under_further_rules(kind, rules, rng):
+    arrays, rules = draw_ill_scaled(kind, rng, 2, 4, 2, 65, 65, 64, 64), with_mask(rules)
+    arrays[2] *= np.float32(1 - rules.get("dropout", 0))  # no overflow of what the results are to be
+    few_roundings = rules.get("offset", 0) > 65  # of huge numbers: they do not even out, and may nearly reach the bounds
+    assert max(beyond(run(reference, *arrays, **rules), arrays, **rules)) < (1 if few_roundings else 0.5)
+
+
+@ill_scaled
+@every_further_rule
+def test_bounds_are_finite_and_positive_under_further_rules(kind, rules, rng):
+    for dtype in (np.float32, np.float64):
+        arrays, wide = in_float64(draw_ill_scaled(kind, rng, 2, 4, 2, 65, 65, 8, 8), with_mask(rules))
+        for name, bound in zip(results_of(wide), reference.error_bounds(*arrays, dtype, **wide), strict=True):
+            assert np.isfinite(bound).all(), name
+            assert (bound > 0).all(), name
 
 
 def with_bits(x, n):
@@ -94,6 +154,43 @@ def test_what_a_wrong_kernel_errs_by_is_beyond_the_bounds(fault, kind, rng):
     assert max(wrong) > 1
 
 
+def changed(which, factor):
+    """A further result that is not what it should be."""
+    return lambda results, rules: [x * np.float32(factor) if name == which else x for name, x in zip(results_of(rules), results)]
+
+
+def other(**changes):
+    """The results under other rules."""
+    return lambda results, rules: {**rules, **{name: change(rules[name]) for name, change in changes.items()}}
+
+
+WRONG = {
+    "a sink off by 1e-4": ({"sinks": HEAD_SINKS}, other(sinks=lambda x: x + np.float32(1e-4))),
+    "sinks of 11 bits": ({"sinks": HEAD_SINKS / 3}, other(sinks=lambda x: with_bits(x, 11))),
+    "no sinks": ({"sinks": HEAD_SINKS}, other(sinks=lambda x: np.full_like(x, -np.inf))),
+    "a sink on another head": ({"sinks": HEAD_SINKS}, other(sinks=lambda x: np.roll(x, 1))),
+    "slopes of 11 bits": ({"alibi": HEAD_SLOPES, "offset": 0}, other(alibi=lambda x: with_bits(x, 11))),
+    "distances off by one": ({"alibi": HEAD_SLOPES, "offset": 0}, other(offset=lambda x: x + 1)),
+    "draws of another seed": ({"dropout": 0.1, "seed": 1}, other(seed=lambda x: 2)),
+    "a probability of dropout off by 1e-5": ({"dropout": 0.1, "seed": 1}, other(dropout=lambda p: p + 1e-5)),
+    "gradient of the sinks off by 1e-4": ({"sinks": HEAD_SINKS}, changed("grad_sinks", 1 + 1e-4)),
+    "gradient of the sinks with the other sign": ({"sinks": HEAD_SINKS}, changed("grad_sinks", -1)),
+    "gradient of the mask with the scale": ({"mask": (2, 4, 65, 65), "need_bias_grad": True}, changed("grad_mask", 0.125)),
+    "gradient of the mask off by 1e-4": ({"mask": (2, 4, 65, 65), "need_bias_grad": True}, changed("grad_mask", 1 + 1e-4)),
+    "gradient of a mask of keys off by 1e-4": ({"mask": (1, 1, 1, 65), "need_bias_grad": True}, changed("grad_mask", 1 + 1e-4)),
+}
+
+
+@pytest.mark.parametrize(("rules", "fault"), WRONG.values(), ids=WRONG)
+def test_what_a_kernel_errs_by_that_reads_a_rule_wrongly_is_beyond_the_bounds(rules, fault, rng):
+    arrays, rules = draw_ill_scaled("unit", rng, 2, 4, 4, 65, 65, 64, 64), with_mask(rules)
+    results = run(reference, *arrays, **rules)
+    assert max(beyond(results, arrays, **rules)) < 0.5
+    wrong = fault(results, rules)
+    wrong = run(reference, *arrays, **wrong) if isinstance(wrong, dict) else wrong
+    assert max(beyond(wrong, arrays, **rules)) > 1
+
+
 def test_a_backward_pass_that_trusts_a_large_lse_is_beyond_the_bounds(rng):
     """All probabilities of a row are 1: each could be, but not all of them."""
     arrays = [x.astype(np.float32) for x in draw(rng, 2, 4, 4, 65, 65, 64, 64)]
@@ -124,26 +221,44 @@ def test_bounds_of_float64_do_not_overflow_before_the_results_do(rng):
         np.testing.assert_allclose(bound, same * size, rtol=1e-6)
 
 
+def in_longdouble(keywords):
+    names = {name for name in ("sinks", "alibi", "mask") if name in keywords and keywords[name].dtype != bool}
+    return {name: x.astype(np.longdouble) if name in names else x for name, x in keywords.items()}
+
+
 @every_case
 def test_bounds_of_float64_hold_against_extended_precision(rng, keywords):
     if np.finfo(np.longdouble).eps > 1e-18:
         pytest.skip("longdouble is no more than double here")
     q, k, v, g = draw_small(rng)
     results = run(reference, q, k, v, g, **keywords)
-    exact = run(reference, *(x.astype(np.longdouble) for x in (q, k, v, g)), **keywords)
-    for got, wanted, bound in zip(results, exact, reference.error_bounds(q, k, v, g, np.float64, **keywords)):
+    exact = run(reference, *(x.astype(np.longdouble) for x in (q, k, v, g)), **in_longdouble(keywords))
+    for got, wanted, bound in zip(results, exact, reference.error_bounds(q, k, v, g, np.float64, **keywords), strict=True):
         finite = np.isfinite(wanted)
         assert (np.abs(got[finite] - wanted[finite]) <= bound[finite]).all()
+
+
+@every_rule_call
+def test_bounds_of_float64_hold_against_extended_precision_under_further_rules(rng, keywords):
+    test_bounds_of_float64_hold_against_extended_precision(rng, keywords)
 
 
 @every_case
 def test_bounds_have_the_shapes_of_the_results_in_either_layout(rng, keywords):
     operands = draw_small(rng)
     by_head = reference.error_bounds(*operands, np.float32, **keywords)
-    assert [x.shape for x in by_head] == [(B, H, LQ, DV), (B, H, LQ), (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV)]
+    further = [np.shape(keywords[name[5:]]) for name in results_of(keywords)[5:]]
+    shapes = [(B, H, LQ, DV), (B, H, LQ), (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, DV), *further]
+    assert [x.shape for x in by_head] == shapes
     by_row = reference.error_bounds(*(x.swapaxes(1, 2) for x in operands), np.float32, layout="BLHD", **keywords)
-    for x, y in zip(by_head, by_row):
-        np.testing.assert_allclose(x, y if y.ndim == 3 else y.swapaxes(1, 2), rtol=1e-9)
+    turned = {"out", "grad_q", "grad_k", "grad_v"}
+    for name, x, y in zip(results_of(keywords), by_head, by_row, strict=True):
+        np.testing.assert_allclose(x, y.swapaxes(1, 2) if name in turned else y, rtol=1e-9)
+
+
+@every_rule_call
+def test_bounds_have_the_shapes_of_the_results_in_either_layout_under_further_rules(rng, keywords):
+    test_bounds_have_the_shapes_of_the_results_in_either_layout(rng, keywords)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +273,12 @@ def test_bounds_of_empty_arrays(sizes, rng):
     found = reference.error_bounds(q, k, v, g, np.float32)
     assert [x.shape for x in found] == [g.shape, g.shape[:3], q.shape, k.shape, v.shape]
     assert all(np.isfinite(x).all() for x in found)
+    mask, sinks = np.zeros((rows, keys)), np.zeros(heads)
+    more = reference.error_bounds(
+        q, k, v, g, np.float32, sinks=sinks, alibi=sinks, offset=0, dropout=0.5, seed=1, mask=mask, need_bias_grad=True
+    )
+    assert [x.shape for x in more] == [*(x.shape for x in found), sinks.shape, mask.shape]
+    assert all(np.isfinite(x).all() for x in more)
 
 
 def test_an_empty_row_and_a_key_that_nobody_attends_have_no_error(rng):
@@ -167,6 +288,28 @@ def test_an_empty_row_and_a_key_that_nobody_attends_have_no_error(rng):
     for none in (out[:, :, 1], lse[:, :, 1], grad_q[:, :, 1], grad_k[:, :, 2], grad_v[:, :, 2]):
         assert none.max() < 1e-35
     assert out[:, :, 0].min() > 1e-9
+
+
+def test_a_sink_of_minus_infinity_changes_no_bound_and_a_row_of_nothing_else_has_no_error(rng):
+    operands, gone = draw_small(rng), np.zeros((LQ, LK), bool)
+    gone[1] = True
+    plain = reference.error_bounds(*operands, np.float32, mask=gone)
+    *same, grad_sinks = reference.error_bounds(*operands, np.float32, mask=gone, sinks=np.full(H, -np.inf))
+    for x, y in zip(same, plain, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-37)
+    assert grad_sinks.max() < 1e-30
+    out, _, grad_q, _, _, grad_sinks = reference.error_bounds(*operands, np.float32, mask=gone | True, sinks=np.ones(H))
+    assert max(x.max() for x in (out, grad_q, grad_sinks)) < 1e-30
+
+
+def test_the_only_key_of_a_row_errs_by_a_few_roundings_behind_dropout_however_its_score_errs(rng):
+    q, k, v, g = draw(rng, 2, 4, 4, 65, 1, 64, 64)
+    rules = {"dropout": 0.5, "seed": 4}
+    bound = reference.error_bounds(q * 1e3, k * 1e3, v, g, np.float32, **rules)[0]
+    out = reference.attention(q, k, v, **rules)
+    assert (np.abs(out) > 0).mean() == pytest.approx(0.5, abs=0.1)
+    assert (bound <= 16 * 2.0**-24 * np.abs(out) + 1e-30).all()
+    assert (bound >= 4 * 2.0**-24 * np.abs(out)).all()
 
 
 def test_the_sign_of_the_scale_changes_no_bound(rng):
