@@ -21,20 +21,18 @@ Exit status 1 if a floor is missed or an answer is wrong.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from findings import Finding, Floor, Section, Table, agree, best_times, options_of, repeated, report
+from processes import REST, Process, has, serve
 
 import fastmha
 from fastmha import algorithms, reference
@@ -42,7 +40,6 @@ from fastmha.study import trial
 
 COLD_BYTES = 100e6
 ROOM = 64           # slots of a cache behind its tokens; also the long append
-REST = 0.25         # seconds
 
 
 def copies_of(nbytes: int) -> int:
@@ -198,67 +195,12 @@ def torch_arm(of: Decoder, threads: int) -> Arm:
 ARMS = {"fastmha": fastmha_arm, "torch": torch_arm}
 
 
-def has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
-
-
-@contextmanager
-def cores(number: int) -> Iterator[None]:
-    """Processes started inside may use that many cores, where the system lets one say so."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(own)[:number])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, own)
-
-
-class Process:
-    """An arm in a process of its own, which answers a line of JSON with a line of JSON."""
-
-    def __init__(self, library: str, of: Decoder, threads: int) -> None:
-        self.library = library
-        command = [sys.executable, __file__, "--threads", str(threads), "--arm", json.dumps([library, asdict(of)])]
-        with cores(threads):
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.process.communicate()      # its input ends, then it does
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps([method, *arguments]) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise RuntimeError(f"the process of {self.library} has ended before its answer")
-        return json.loads(line)
-
-
-def serve(library: str, of: Decoder, threads: int) -> None:
-    """The other end of a Process."""
-    arm = ARMS[library](of, threads)
-    with arm.rules:
-        for line in sys.stdin:
-            method, *arguments = json.loads(line)
-            print(json.dumps(getattr(arm, method)(*arguments)), flush=True)
-
-
 def step_lines(of: Decoder, libraries: Mapping[str, str], options: argparse.Namespace) -> list[Finding]:
     findings = []
     wanted = of.answer()
     with ExitStack() as stack:
-        arms = {name: stack.enter_context(Process(library, of, options.threads)) for name, library in libraries.items()}
+        arms = {name: stack.enter_context(Process(__file__, [library, asdict(of)], options.threads))
+                for name, library in libraries.items()}
         for name, arm in arms.items():
             for way, answers in arm.ask("answers").items():
                 for answer in answers:
@@ -282,7 +224,7 @@ def step_lines(of: Decoder, libraries: Mapping[str, str], options: argparse.Name
 
 
 def step(options: argparse.Namespace) -> Iterator[Table]:
-    found = has_torch()
+    found = has("torch")
     libraries = {"fastmha": "fastmha", **({"torch": RIVAL} if found else {})}
     findings = [line for of in DECODERS for line in step_lines(of, libraries, options)]
     note = ("Warm: one copy of weights and cache; cold: so many in turn. PyTorch under inference_mode, the fastest of its ways, "
@@ -481,7 +423,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     if options.arm:
         library, of = options.arm
-        serve(library, Decoder(**of), options.threads)
+        arm = ARMS[library](Decoder(**of), options.threads)
+        with arm.rules:
+            serve(arm)
         return 0
     return report(SECTIONS, options, "benches/steps.py", sys.argv[1:] if arguments is None else arguments)
 

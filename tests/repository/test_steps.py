@@ -1,7 +1,6 @@
 """The script benches/steps.py: its sections, its checks of answers, on tiny sizes; no speed."""
 
 import json
-import os
 import sys
 from importlib.util import find_spec
 
@@ -22,7 +21,7 @@ def tiny(steps, monkeypatch):
     for name, value in {
         "COLD_BYTES": 40e3, "REST": 0, "TURNS": 2, "REPEATS": 1, "ROOM": 3, "HALF_CASES": ((4, 2, 16),), "HALF_KEYS": (20,),
         "LAYOUT_CASES": ((4, 2, 16),), "LAYOUT_LENGTHS": (20,), "LAYOUT_BATCHES": (1, 2),
-        "DECODERS": (steps.Decoder(2, 32, 4, 2, 20),), "has_torch": lambda: True, "RIVAL": "fastmha",
+        "DECODERS": (steps.Decoder(2, 32, 4, 2, 20),), "has": lambda package: True, "RIVAL": "fastmha",
     }.items():
         monkeypatch.setattr(steps, name, value)
 
@@ -74,21 +73,6 @@ def test_a_timed_step_finds_the_cache_at_the_length_it_was_given(steps, tiny):
     arm = steps.ARMS["fastmha"](of, 1)
     arm.times(of.copies, 0)
     assert [cache.length for _, cache in arm.copies] == [of.tokens] * of.copies
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not let processes choose their cores")
-def test_cores_of_this_process_are_as_they_were_after_another_was_started(steps):
-    before = os.sched_getaffinity(0)
-    with steps.cores(1):
-        assert len(os.sched_getaffinity(0)) == 1
-    assert os.sched_getaffinity(0) == before
-
-
-def test_a_process_that_ends_before_its_answer_is_named(steps, capfd):
-    with (pytest.raises(RuntimeError, match="the process of no library has ended before its answer"),
-          steps.Process("no library", steps.Decoder(1, 8, 2, 2, 3), 1) as process):
-        process.ask("answers")
-    assert "KeyError" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ answers
@@ -167,7 +151,7 @@ def test_ratios_are_the_times_beside_them(steps, tiny):
 
 
 def test_without_torch_its_section_says_so_and_misses_nothing(steps, tiny, monkeypatch, capsys):
-    monkeypatch.setattr(steps, "has_torch", lambda: False)
+    monkeypatch.setattr(steps, "has", lambda package: False)
     assert steps.main(["--only", "step", "--seconds", "0"]) == 0
     printed = capsys.readouterr().out
     assert "PyTorch is not installed, so there is nothing to compare with: `pip install torch` and run this again." in printed
