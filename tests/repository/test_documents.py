@@ -11,7 +11,7 @@ from fastmha.study import report, runner
 from fastmha.study.questions import ALL as STUDY_ORDER
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/inference.md", "docs/design.md", "docs/layouts.md")
+DOCUMENTS = ("README.md", "docs/inference.md", "docs/models.md", "docs/design.md", "docs/layouts.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
 README = TEXTS["README.md"]
 # what Python shows, and the text right behind it that it prints
