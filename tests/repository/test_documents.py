@@ -48,8 +48,8 @@ def run(name, before, code, line):
         ("docs/inference.md", ("KVCache(", ".append(", ".truncate(", ".reorder(", ".attend(", "merge(", "Capture(", "window=",
                                "project_context(", "mean_pool_kv_heads(", "transform_qk=", "kv_cache_bytes(")),
         ("docs/models.md", ("num_kv_heads=", "head_dim=", 'use_bias="qkv"', "key_ranges=", "window=", "transform_qk=",
-                            "rms_norm(", "softcap=", "sinks=", "mask=", "need_bias_grad=", "attention_packed(", "scale=", "v_head_dim=",
-                            "project_context(", "alibi=", "KVCache(")),
+                            "rms_norm(", "softcap=", "sinks=", "mask=", "need_bias_grad=", "attention_packed(", "scale=",
+                            "v_head_dim=", "project_context(", "alibi=", "KVCache(")),
     ],
 )  # fmt: skip
 def test_what_matters_is_shown(document, names):
