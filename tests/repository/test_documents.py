@@ -11,7 +11,7 @@ from fastmha.study import report, runner
 from fastmha.study.questions import ALL as STUDY_ORDER
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/inference.md", "docs/design.md", "docs/layouts.md")
+DOCUMENTS = ("README.md", "docs/inference.md", "docs/models.md", "docs/design.md", "docs/layouts.md")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
 README = TEXTS["README.md"]
 # what Python shows, and the text right behind it that it prints
@@ -47,6 +47,9 @@ def run(name, before, code, line):
                        "KVCache(")),
         ("docs/inference.md", ("KVCache(", ".append(", ".truncate(", ".reorder(", ".attend(", "merge(", "Capture(", "window=",
                                "project_context(", "mean_pool_kv_heads(", "transform_qk=", "kv_cache_bytes(")),
+        ("docs/models.md", ("num_kv_heads=", "head_dim=", 'use_bias="qkv"', "key_ranges=", "window=", "transform_qk=",
+                            "rms_norm(", "softcap=", "sinks=", "mask=", "need_bias_grad=", "attention_packed(", "scale=",
+                            "v_head_dim=", "project_context(", "alibi=", "KVCache(")),
     ],
 )  # fmt: skip
 def test_what_matters_is_shown(document, names):
