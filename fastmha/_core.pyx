@@ -962,12 +962,15 @@ ctypedef ptrdiff_t (*scratch_function)(const fmha_problem *) noexcept nogil
 
 cdef ptrdiff_t packed_items(Packed *c, scratch_function scratch, const fmha_kernels *kernels, ptrdiff_t *most) noexcept nogil:
     """Numbers the items of a pass; most: the scratch of one thread for whichever sequence needs most, where that is larger."""
-    cdef ptrdiff_t s, items = 0, size
+    cdef ptrdiff_t s, items = 0, own_items, size
     cdef fmha_run own
     for s in range(c.sequences):
         sequence_run(c, s, &own)
         c.first[s] = items
-        items += fmha_items(&own.cut)
+        own_items = fmha_items(&own.cut)
+        if own_items == 0:          # one that is split would ask the pass over whole heads for scratch by its length
+            continue
+        items += own_items
         size = scratch(&own.p) if scratch != NULL else kernels.backward_scratch(&own.p, own.mode)
         most[0] = max(most[0], size * c.itemsize)
     c.first[c.sequences] = items

@@ -19,10 +19,13 @@ from fastmha.validate import Rules
 _AXES = "(tokens, H, D)"
 _LENGTHS_SAY = "each sequence has its keys alone: lengths_k says how many"
 _NAMES = validate.CALL_NAMES | {
-    **dict.fromkeys(("key_padding_lengths", "key_ranges", "key_padding_mask", "attention_mask"), _LENGTHS_SAY),
-    **dict.fromkeys(("mask", "attn_mask"), "no mask is laid over sequences of different lengths; fastmha.attention takes one"),
+    **dict.fromkeys(("key_padding_lengths", "key_value_seq_lengths", "key_ranges", "key_padding_mask", "attention_mask"),
+                    _LENGTHS_SAY),
+    **dict.fromkeys(("mask", "attn_mask", "bias", "attn_bias", "need_bias_grad"),
+                    "no mask is laid over sequences of different lengths; fastmha.attention takes one"),
     **dict.fromkeys(("cu_seqlens_q", "cu_seq_q", "cu_seqlens"), "lengths_q are the lengths themselves here, np.diff of these"),
     **dict.fromkeys(("cu_seqlens_k", "cu_seq_k"), "lengths_k are the lengths themselves here, np.diff of these"),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "max_q", "max_k"), "the lengths alone say it"),
     "layout": f"arrays are {_AXES}", "capture": "fastmha.attention takes it, for one sequence",
 }
 
@@ -112,9 +115,9 @@ def attention_packed(
         if name != BLAS.name:
             _core.packed_forward(problem, table, out4, lse, name == DECODE.name, workers)
             continue
-        for part, q_part, _ in _one_by_one(packed, table):
-            own = None if lse is None else lse[H * q_part.start:H * q_part.stop].reshape(1, H, -1)
-            algorithms.forward(name, part, out4[:, :, q_part], own, None, workers)
+        for part, at, _ in _one_by_one(packed, table):
+            own = None if lse is None else lse[H * at.start:H * at.stop].reshape(1, H, at.stop - at.start)
+            algorithms.forward(name, part, out4[:, :, at], own, None, workers)
     if target is not result:
         result[...] = target
     return result if lse is None else (result, lse[_places(packed)])
@@ -168,15 +171,16 @@ def attention_packed_backward(
     flat = np.empty(H * total, dtype)
     flat[places] = lse
     state = _core.ROW_STATE
-    states = np.zeros(H * total * state, dtype)
+    states = np.zeros(H * total * state, dtype)         # what nothing needs is not touched
     for name, table in _runs(packed, workers, backward=True):
         if name != BLAS.name:
-            _core.packed_backward(problem, table, out, flat, grad_out, grad_q, grad_k, grad_v, states, workers)
+            needed = states if sinks is not None or not table[:, -1].all() else None
+            _core.packed_backward(problem, table, out, flat, grad_out, grad_q, grad_k, grad_v, needed, workers)
             continue
         for part, at, of_k in _one_by_one(packed, table):
-            rows = slice(H * at.start, H * at.stop)
-            own = None if sinks is None else states[state * rows.start:state * rows.stop].reshape(1, H, -1, state)
-            algorithms.backward_of(name, part, out[:, :, at], flat[rows].reshape(1, H, -1), grad_out[:, :, at], grad_q[:, :, at],
+            rows, shape = slice(H * at.start, H * at.stop), (1, H, at.stop - at.start)
+            own = None if sinks is None else states[state * rows.start:state * rows.stop].reshape(*shape, state)
+            algorithms.backward_of(name, part, out[:, :, at], flat[rows].reshape(shape), grad_out[:, :, at], grad_q[:, :, at],
                                    grad_k[:, :, of_k], grad_v[:, :, of_k], own, workers)
     if problem.sinks is None:
         return tuple(grads)
@@ -201,6 +205,15 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
     for name, x, other, y, axis, what in (("k", k, "q", q, 2, "width"), ("v", v, "k", k, 0, "length")):
         if x.shape[axis] != y.shape[axis]:
             raise ValueError(f"{name} has {what} {x.shape[axis]} on axis {axis} but {other} has {y.shape[axis]}")
+    H, Hkv, Hv = (x.shape[1] for x in (q, k, v))
+    if Hv != Hkv:
+        raise ValueError(f"v has {Hv} heads on axis 1 but k has {Hkv}")
+    if Hkv != H and (Hkv == 0 or H % Hkv):
+        raise ValueError(f"k has {Hkv} heads on axis 1 but q has {H}: q's heads must be a multiple of k's")
+    placed = validate.flag("is_causal", rules.is_causal) or rules.window is not None or rules.alibi is not None
+    # what has no axis of sequences is checked over all tokens, as one sequence: below their sums are within 64 bits
+    whole = validate.attention_problem(_heads(q), _heads(k), _heads(v), "BHLD", rules.at(0 if placed else rules.offset, None),
+                                       values=False)
     of_q = _lengths("lengths_q", lengths_q, None, "q", len(q))
     if lengths_k is None:
         of_k = of_q
@@ -209,7 +222,6 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
                              f"{len(k)} of k and {len(q)} of q on axis 0")
     else:
         of_k = _lengths("lengths_k", lengths_k, len(of_q), "k", len(k))
-    placed = validate.flag("is_causal", rules.is_causal) or rules.window is not None or rules.alibi is not None
     offsets = None
     if placed:
         if rules.offset is None and (of_q != of_k).any():
@@ -218,16 +230,11 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
                              f"and {of_k[s]} keys: 0 lets query 0 see key 0, lengths_k - lengths_q lets the last query see the "
                              "last key")
         offsets = validate.offsets(rules.offset, len(of_q), 0, 0, "S")
-    elif rules.offset is not None:
-        raise ValueError(f"offset is given ({validate.short(rules.offset)}) but none of is_causal, window and alibi, which it "
-                         "would shift")
-    # what is left of the rules is checked over all tokens, as one sequence
-    rules = rules.at(0 if placed else None, None)
-    whole = validate.attention_problem(_heads(q), _heads(k), _heads(v), "BHLD", rules, values=False)
-    _, H, Hkv, _, _, D, _ = whole.shape
-    pairs, of_pair = np.unique(np.stack((of_q, of_k), axis=1), axis=0, return_inverse=True)
+    D = q.shape[2]
+    base = len(k) + 1
+    pairs, of_pair = np.unique(of_q * base + of_k, return_inverse=True)     # by one number: rows are slow to sort
     key_bytes, group = D * whole.itemsize, H // Hkv if Hkv else 0
-    chosen = [choose_for(int(Lq) * group, int(Lk), key_bytes, rules.algorithm, backward)[0] for Lq, Lk in pairs]
+    chosen = [choose_for(pair // base * group, pair % base, key_bytes, rules.algorithm, backward)[0] for pair in pairs.tolist()]
     if not chosen:
         choose_for(0, 0, key_bytes, rules.algorithm, backward)      # its errors
     names = np.array(chosen, object)[of_pair.reshape(-1)]
@@ -238,13 +245,17 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
 
 def _lengths(name: str, lengths: Any, S: int | None, of: str, total: int) -> np.ndarray:
     """lengths as (S,) int64; their sum is the number of tokens."""
+    if lengths is None:
+        raise TypeError(f"{name} must be a (S,) array of ints, got None")
     values = validate.as_array(name, lengths)
     if values.ndim != 1 or (S is not None and len(values) != S):
         shape = "(S,)" if S is None else f"(S,) = ({S},) as lengths_q"
         raise ValueError(f"{name} must have shape {shape}, got {values.shape}")
+    if len(values) > validate.LARGEST:
+        raise ValueError(f"{name} has length {len(values)}: at most {validate.LARGEST} is possible")
     checked = validate.batch_lengths(name, lengths, len(values), total, "tokens")
     if checked.sum() != total:
-        raise ValueError(f"{name} must add up to the {total} tokens of {of}, got {validate.short(int(checked.sum()))}")
+        raise ValueError(f"{name} must add up to the {total} tokens of {of}, got {checked.sum()}")
     return checked
 
 

@@ -18,6 +18,9 @@ tiny = v * 1e-312
 X = rng.standard_normal((2, 9, 16))
 module = fastmha.MultiHeadAttention(16, 2, dtype=np.float64, rng=0)
 out, lse = fastmha.attention(q, k, v, return_lse=True)
+tokens = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (g, q, k, v, bad)]     # (70, 2, 12)
+lengths = [9, 0, 60, 1]
+packed_out, packed_lse = fastmha.attention_packed(*tokens[1:4], lengths, return_lse=True)
 
 
 def forward(algorithm, values, queries=q, **keywords):
@@ -26,6 +29,16 @@ def forward(algorithm, values, queries=q, **keywords):
 
 def backward(algorithm, queries=q, **keywords):
     return lambda n: fastmha.attention_backward(g, queries, k, v, out, lse, algorithm=algorithm, num_threads=n, **keywords)
+
+
+def packed(algorithm, values=3, **keywords):
+    heads = tokens[1], tokens[2], tokens[values]
+    return lambda n: fastmha.attention_packed(*heads, lengths, algorithm=algorithm, return_lse=True, num_threads=n, **keywords)
+
+
+def packed_backward(algorithm, **keywords):
+    given = *tokens[:4], packed_out, packed_lse, lengths
+    return lambda n: fastmha.attention_packed_backward(*given, algorithm=algorithm, num_threads=n, **keywords)
 
 
 CALLS = {
@@ -39,6 +52,12 @@ CALLS = {
     "blas backward, NaN": backward("blas", bad, is_causal=True),
     "tiled backward": backward("tiled"),
     "tiled backward, split": lambda n: backward("tiled")(3),
+    "packed, blas": packed("blas", 4),
+    "packed, tiled": packed("tiled"),
+    "packed, decode": packed("decode"),
+    "packed backward, blas": packed_backward("blas"),
+    "packed backward, tiled": packed_backward("tiled"),
+    "packed backward, tiled, split": lambda n: packed_backward("tiled")(3),
     "weights": lambda n: fastmha.scaled_dot_product_attention(q, k, v),
     "module": lambda n: module.forward(X, training=False, num_threads=n),
 }

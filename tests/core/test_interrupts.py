@@ -17,6 +17,9 @@ LONG = {
     "blas backward": "f = lambda: fastmha.attention_backward(q, q, q, q, q, lse, algorithm='blas', num_threads=n)",
     "weights": "f = lambda: again(lambda: fastmha.scaled_dot_product_attention(p, p, p))",
     "decode": "f = lambda: again(lambda: fastmha.attention(q[:, :, :1], q, q, algorithm='decode', num_threads=n))",
+    "packed": "f = lambda: fastmha.attention_packed(t, t, t, [100000, 1, 19999], algorithm='tiled', num_threads=n)",
+    "packed backward": "f = lambda: fastmha.attention_packed_backward(t, t, t, t, t, lse[0], [100000, 20000], num_threads=n)",
+    "packed, many": "f = lambda: again(lambda: fastmha.attention_packed(t, t, t, [2] * 60000, num_threads=n))",
     "softmax": "f = lambda: again(lambda: fastmha.softmax(p, num_threads=n))",
     "norm": "f = lambda: again(lambda: fastmha.layer_norm(p, p[0, 0, 0], num_threads=n))",
     "norm backward": "f = lambda: again(lambda: fastmha.layer_norm_backward(p, p, p[0, 0, 0], num_threads=n))",
@@ -29,7 +32,7 @@ import fastmha
 n = {threads}
 rng = np.random.default_rng(0)
 q = rng.standard_normal((1, 1, 120000, 64), np.float32)
-p = q[:, :, :6000]
+p, t = q[:, :, :6000], q[0].swapaxes(0, 1)
 lse = np.zeros((1, 1, 120000), np.float32)
 m = fastmha.MultiHeadAttention(512, 8, rng=0)
 X = rng.standard_normal((1, 512, 512), np.float32)
