@@ -321,7 +321,7 @@ class AttentionModule:
         need_weights, training = validate.flag("need_weights", need_weights), validate.flag("training", training)
         if validate.flag("is_causal", rules.is_causal) is not rules.is_causal:      # NumPy's own
             rules = rules._replace(is_causal=bool(rules.is_causal))
-        if rules.dropout != 0 or rules.seed is not None:
+        if type(rules.dropout) is not float or rules.dropout != 0 or rules.seed is not None:
             draws = validate.drawing(rules.dropout, rules.seed)
             if cache is not None and training and draws is not None:
                 raise ValueError("dropout and cache cannot be given together: such a call keeps nothing for backward, got "

@@ -972,7 +972,10 @@ def error_bounds(
     )
     with np.errstate(all="ignore"):
         ways = _propagated(float(info.eps) / 2, tiny, problem)
-        out, lse, grad_q, grad_k, grad_v, *further = (np.fmin(worst, likely) for worst, likely in zip(*ways))
+        # squares of what is smaller underflow: rows of which a sink leaves next to nothing
+        out, lse, grad_q, grad_k, grad_v, *further = (
+            np.where(likely > 1e-140, np.fmin(worst, likely), worst) for worst, likely in zip(*ways)
+        )
     most = 1 / (1 - dropout)
     lost = tiny * max(1, factor) * (Dv + 4) * (1 + size_g) * (1 + size_v) * most
     out = out * size_v + tiny * (keys + 3) * most

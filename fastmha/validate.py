@@ -345,7 +345,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         sinks = _of_heads("sinks", sinks, H, q.dtype)
     if alibi is not None:
         alibi = _of_heads("alibi", alibi, H, q.dtype)
-    if dropout != 0 or seed is not None:
+    if type(dropout) is not float or dropout != 0 or seed is not None:
         draws = drawing(dropout, seed)
     if right is None and window is None and alibi is None:
         if offset is not None:
@@ -379,6 +379,8 @@ def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int] | None:
         raise TypeError(f"dropout must be a number in [0, 1), got {short(dropout)}")
     if not 0 <= dropout < 1 or float(dropout) == 1:
         raise ValueError(f"dropout must be a number in [0, 1), got {short(dropout)}")
+    if seed is None and dropout == 0:
+        return None
     if seed is None:
         raise ValueError("seed must be given with dropout, an int from 0 to 2**64 - 1, another one for each call that is to draw "
                          f"anew; got dropout {short(dropout)} and no seed")

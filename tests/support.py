@@ -215,6 +215,13 @@ def in_float64(arrays, keywords):
     return [x.astype(np.float64) for x in arrays], {**keywords, **wide}
 
 
+def crossed(first, second, q, k, v, g, *, threads=None, **keywords):
+    """The results of `results_of`, forward by one algorithm and backward by another."""
+    forward = {name: given for name, given in keywords.items() if name != "need_bias_grad"}
+    out, lse = fastmha.attention(q, k, v, return_lse=True, num_threads=threads, algorithm=first, **forward)
+    return out, lse, *fastmha.attention_backward(g, q, k, v, out, lse, num_threads=threads, algorithm=second, **keywords)
+
+
 def call_of(arrays, dtype, keywords):
     """A digest of what determines exact results and bounds."""
     return hashlib.sha256(pickle.dumps((arrays, np.dtype(dtype).str, {**keywords, "algorithm": None}))).digest()
@@ -234,6 +241,44 @@ def oracle(q, k, v, g, dtype, **keywords):
             _oracle.popitem(last=False)
     _oracle.move_to_end(call)
     return _oracle[call]
+
+
+def crossed_oracle(q, k, v, g, dtype, layout="BHLD", **keywords):
+    """`oracle` where one algorithm ran forward and another backward: their scores round apart, and weights are exp(score - lse)."""
+    exact, bounds = oracle(q, k, v, g, dtype, layout=layout, **keywords)
+    if not exact[0].size:
+        return exact, bounds
+    (q, k, v, g), keywords = in_float64((q, k, v, g), keywords)
+    if layout == "BLHD":
+        q, k, v, g = (x.swapaxes(1, 2) for x in (q, k, v, g))
+    (B, H, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
+    need, p, seed = (keywords.pop(name, None) for name in ("need_bias_grad", "dropout", "seed"))
+    drawn = reference.kept(seed, p, B, H, Lq, Lk) / (1 - p) if p else 1.0
+    factor = abs(1 / max(D, 1) ** 0.5 if keywords.get("scale") is None else keywords["scale"])
+    apart = np.expm1(np.minimum(2 * bounds[1], 1))[..., None]      # of all weights of a row, relative
+
+    def fold(x):
+        return x.reshape(B, Hkv, H // Hkv, *x.shape[2:]).sum(axis=2)
+
+    weights = reference.attention_weights(q, k, **keywords)
+    grad_weights = g @ np.repeat(v, H // Hkv, axis=1).swapaxes(2, 3) * drawn
+    delta = (weights * np.abs(grad_weights)).sum(axis=3, keepdims=True)
+    of_scores = apart * weights * (np.abs(grad_weights) + 2 * delta)
+    more = [
+        factor * of_scores @ np.repeat(np.abs(k), H // Hkv, axis=1),
+        factor * fold(of_scores.swapaxes(2, 3) @ np.abs(q)),
+        fold((apart * weights * drawn).swapaxes(2, 3) @ np.abs(g)),
+    ]
+    if layout == "BLHD":
+        more = [x.swapaxes(1, 2) for x in more]
+    if keywords.get("sinks") is not None:
+        left = np.maximum(1 - weights.sum(axis=3, keepdims=True), 0)
+        more.append((apart * left * 2 * delta).sum(axis=(0, 2, 3)))
+    if need:
+        shape = (1,) * (4 - keywords["mask"].ndim) + keywords["mask"].shape
+        over = tuple(axis for axis, n in enumerate(shape) if n == 1)
+        more.append(of_scores.sum(axis=over, keepdims=True).reshape(keywords["mask"].shape))
+    return exact, [*bounds[:2], *(x + y for x, y in zip(bounds[2:], more, strict=True))]
 
 
 def error_bounds(q, k, v, g, dtype, **keywords):

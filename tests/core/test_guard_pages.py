@@ -63,6 +63,7 @@ def rules_of(n, B, H, Lq, Lk, dtype, rng):
     """Keywords of the n-th kind of call."""
     gone = rng.random((B, H, Lq, Lk)) < 0.4
     additive = np.where(gone, -np.inf, 0.5).astype(dtype)
+    of_heads = {name: rng.standard_normal(H).astype(dtype) for name in ("sinks", "alibi")} | {"dropout": 0.3, "seed": n}
     kinds = (
         {},
         {"is_causal": True, "offset": Lk - Lq},
@@ -76,6 +77,8 @@ def rules_of(n, B, H, Lq, Lk, dtype, rng):
         {"window": (3, 1), "offset": Lk - Lq},
         {"softcap": 2.0, "key_ranges": ([Lk // 2, 0][:B], None)},
         {"mask": gone[0, 0], "key_padding_lengths": rng.integers(0, Lk + 1, B), "softcap": 2.0},
+        {"mask": additive, "offset": 2, "is_causal": True, **of_heads},
+        {"mask": additive[:1, :, :1], "offset": Lk - Lq, "softcap": 2.0, **of_heads},
     )
     return kinds[n % len(kinds)]
 
@@ -103,16 +106,19 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
     own = Guard("start" if guard.kind == "start" else "end")
     own.used = guard.used
     lse, weights = own.empty((B, H, Lq), dtype), own.empty((B, H, Lq, Lk), dtype)
+    bias = {"need_bias_grad": True} if "sinks" in keywords else {}
+    grad_mask = own.empty(problem.additive_mask.shape, dtype) if bias else None
+    states = own.empty((B, H, Lq, _core.ROW_STATE), dtype)
     plain = [x.copy() for x in arrays]
     for name in ("tiled", "blas"):
-        expected = run(fastmha, *plain, algorithm=name, **keywords)
+        expected = run(fastmha, *plain, algorithm=name, **keywords, **bias)
         algorithms.forward(name, problem, by_head(out), lse, weights, 1)
         algorithms.forward(name, problem, by_head(out), lse, None, 1)
-        algorithms.backward(name, problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 1)
-        results = (out, lse, *grads)
+        of_sinks = algorithms.backward(name, problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 1, grad_mask)
+        results = (out, lse, *grads, *((of_sinks, grad_mask) if bias else ()))
         if name == "tiled":
             assert_same(results, expected)
-            _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), 0, 1)
+            _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), states, 0, 1)
         for x, y in zip(results, expected, strict=True):  # by BLAS: another address may round otherwise
             np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(dtype).eps)
     if Lq * H // Hkv <= 64:

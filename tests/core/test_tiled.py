@@ -155,7 +155,7 @@ def gradients(arrays, out, lse, split, threads, **keywords):
     problem = validate.attention_problem(q, k, v, layout, validate.Rules(**keywords))
     grads = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     views = [x if layout == "BHLD" else x.swapaxes(1, 2) for x in (out, g, *grads)]
-    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], 0 if split else 10**9, threads)
+    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], None, 0 if split else 10**9, threads)
     return grads
 
 

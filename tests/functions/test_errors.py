@@ -1,6 +1,7 @@
 """Rules 10 and 11 for attention, its gradient and its plan: every message names the argument, what was expected, what came."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -415,6 +416,73 @@ SHARED = {
     "softcap infinite": ({"softcap": math.inf}, ValueError, r"softcap must be a finite number > 0 or None, got inf"),
     "softcap a truth value": ({"softcap": True}, TypeError, r"softcap must be a finite number > 0 or None, got True"),
     "softcap minus what floats do not hold": ({"softcap": -(10**400)}, ValueError, r"softcap must be a finite number > 0"),
+    # sinks, alibi, dropout; q has 4 heads
+    "sinks per key/value head": (
+        {"sinks": zeros(HKV)},
+        ValueError,
+        r"^sinks must have shape \(H,\) = \(4,\), one for each query head, got \(2,\)$",
+    ),
+    "sinks one number": ({"sinks": np.float32(1)}, ValueError, r"^sinks must have shape \(H,\) = \(4,\).*, got \(\)$"),
+    "sinks of two axes": ({"sinks": zeros(1, H)}, ValueError, r"^sinks must have shape \(H,\) = \(4,\).*, got \(1, 4\)$"),
+    "sinks of another float": (
+        {"sinks": zeros(H, dtype=np.float64)},
+        TypeError,
+        r"^sinks has dtype float64 but q has float32: they must share one dtype$",
+    ),
+    "sinks of integers": (
+        {"sinks": [0, 0, 0, 0]},
+        TypeError,
+        r"^sinks must be float32 or float64.*got int64: cast it to float32, np\.asarray\(sinks, np\.float32\)$",
+    ),
+    "sinks a name": ({"sinks": "learned"}, TypeError, r"^sinks must be float32 or float64 .*got <U7"),
+    "sinks masked": ({"sinks": np.ma.ones(H, np.float32)}, TypeError, r"^sinks is a masked array, whose mask would be lost"),
+    "alibi per key/value head": (
+        {"alibi": zeros(HKV), "offset": 0},
+        ValueError,
+        r"^alibi must have shape \(H,\) = \(4,\), one for each query head, got \(2,\)$",
+    ),
+    "alibi a mask": (
+        {"alibi": zeros(1, H, LQ, LK), "offset": 0},
+        ValueError,
+        r"^alibi must have shape \(H,\) = \(4,\), .*, got \(1, 4, 5, 6\)$",
+    ),
+    "alibi of another float": (
+        {"alibi": zeros(H, dtype=np.float64), "offset": 0},
+        TypeError,
+        r"^alibi has dtype float64 but q has float32: they must share one dtype$",
+    ),
+    "alibi a truth value": ({"alibi": True, "offset": 0}, TypeError, r"^alibi must be float32 or float64 .*got bool"),
+    "offset missing for alibi": (
+        {"alibi": zeros(H)},
+        ValueError,
+        r"^offset must be given with is_causal, window or alibi where q has length 5 and k has length 6: 0 lets.*Lk - Lq = 1 lets",
+    ),
+    "dropout one": ({"dropout": 1, "seed": 0}, ValueError, r"^dropout must be a number in \[0, 1\), got 1$"),
+    "dropout that is one as a double": (
+        {"dropout": Fraction(10**30 - 1, 10**30), "seed": 0},
+        ValueError,
+        r"^dropout must be a number in \[0, 1\), got Fraction\(",
+    ),
+    "dropout negative": ({"dropout": -0.1, "seed": 0}, ValueError, r"^dropout must be a number in \[0, 1\), got -0\.1$"),
+    "dropout in percent": ({"dropout": 10, "seed": 0}, ValueError, r"^dropout must be a number in \[0, 1\), got 10$"),
+    "dropout NaN": ({"dropout": math.nan, "seed": 0}, ValueError, r"^dropout must be a number in \[0, 1\), got nan$"),
+    "dropout infinite": ({"dropout": math.inf, "seed": 0}, ValueError, r"^dropout must be a number in \[0, 1\), got inf$"),
+    "dropout a truth value": ({"dropout": True, "seed": 0}, TypeError, r"^dropout must be a number in \[0, 1\), got True$"),
+    "dropout false": ({"dropout": False, "seed": 0}, TypeError, r"^dropout must be a number in \[0, 1\), got False$"),
+    "dropout a name": ({"dropout": "0.1", "seed": 0}, TypeError, r"^dropout must be a number in \[0, 1\), got '0\.1'$"),
+    "dropout nothing": ({"dropout": None}, TypeError, r"^dropout must be a number in \[0, 1\), got None$"),
+    "dropout an array": ({"dropout": np.zeros(2), "seed": 0}, TypeError, r"^dropout must be a number in \[0, 1\), got array"),
+    "seed missing": (
+        {"dropout": 0.1},
+        ValueError,
+        r"^seed must be given with dropout, an int from 0 to 2\*\*64 - 1, .*; got dropout 0\.1 and no seed$",
+    ),
+    "seed negative": ({"dropout": 0.1, "seed": -1}, ValueError, r"^seed must be at least 0, got -1$"),
+    "seed of 65 bits": ({"dropout": 0.1, "seed": 2**64}, ValueError, r"^seed must be below 2\*\*64, got 18446744073709551616$"),
+    "seed a float": ({"dropout": 0.1, "seed": 1.0}, TypeError, r"^seed must be an integer, got 1\.0$"),
+    "seed a truth value": ({"dropout": 0.1, "seed": True}, TypeError, r"^seed must be an integer, got True$"),
+    "seed a generator": ({"dropout": 0.1, "seed": np.random.default_rng(0)}, TypeError, r"^seed must be an integer, got Generator"),
+    "seed for nothing": ({"seed": "x"}, TypeError, r"^seed must be an integer, got 'x'$"),
     "threads none": ({"num_threads": 0}, ValueError, r"num_threads must be at least 1, got 0"),
     "threads negative": ({"num_threads": -2}, ValueError, r"num_threads must be at least 1, got -2"),
     "threads a float": ({"num_threads": 2.0}, TypeError, r"num_threads must be an integer, got 2\.0"),
@@ -448,6 +516,45 @@ def test_messages_that_attention_its_plan_and_its_gradient_share(call, name):
     fails(lambda: call(**changes), kind, message)
 
 
+BIAS_GRADIENT = {
+    "no mask": ({}, ValueError, r"^need_bias_grad needs a mask of float32, which is added to the scores, got no mask$"),
+    "a mask of bool": (
+        {"mask": zeros(LQ, LK, dtype=bool)},
+        ValueError,
+        r"^need_bias_grad needs a mask of float32, which is added to the scores, got one of bool$",
+    ),
+    "a number": ({"mask": zeros(LQ, LK), "need_bias_grad": 1}, TypeError, r"^need_bias_grad must be True or False, got 1$"),
+    "a name": ({"need_bias_grad": "mask"}, TypeError, r"^need_bias_grad must be True or False, got 'mask'$"),
+}
+
+
+@pytest.mark.parametrize("name", BIAS_GRADIENT)
+def test_a_gradient_of_a_mask_needs_one_of_floats(name):
+    changes, kind, message = BIAS_GRADIENT[name]
+    fails(lambda: backward(**{"need_bias_grad": True, **changes}), kind, message)
+
+
+FOREIGN = {
+    "dropout_p": "dropout_p: it is dropout here, with a seed",
+    "attention_dropout": "attention_dropout: it is dropout here, with a seed",
+    "alibi_slopes": "alibi_slopes: it is alibi here, one slope for each query head",
+    "s_aux": "s_aux: it is sinks here, one for each query head",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("call", [attend, plan, backward])
+def test_keywords_of_other_libraries_are_told_their_names_here(call, name):
+    fails(lambda: call(**{name: 0.0}), TypeError, rf"has no keyword {FOREIGN[name]}$")
+
+
+def test_out_may_overlap_neither_sinks_nor_slopes():
+    memory = np.zeros(B * H * LQ * DV, np.float32)
+    out = memory.reshape(B, H, LQ, DV)
+    for name in ("sinks", "alibi"):
+        fails(lambda: attend(out=out, offset=0, is_causal=True, **{name: memory[3 : 3 + H]}), ValueError, f"out overlaps {name} in")
+
+
 def test_the_good_arguments_are_good():
     q, k, v, g = arrays()
     out, lse = fastmha.attention(q, k, v, return_lse=True)
@@ -456,7 +563,7 @@ def test_the_good_arguments_are_good():
     assert np.isfinite(fastmha.attention(q, k, v, out=g)).all()
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_padding_lengths", "offset"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "key_padding_lengths", "offset", "sinks", "alibi"])
 def test_ragged_lists_are_named(name):
     fails(lambda: attend(**{"is_causal": name == "offset", name: [[1], [1, 2]]}), ValueError, rf"\b{name}\b")
 

@@ -262,3 +262,14 @@ def test_a_tiny_row_does_not_depend_on_its_company(isa, dtype, algorithm, rng):
     together = fastmha.attention(q, k, v, mask=mask, algorithm=algorithm)
     v[:, :, 16:] = 0
     assert same_bits(together[:, :, :16], fastmha.attention(q, k, v, mask=mask, algorithm=algorithm)[:, :, :16])
+
+
+@dtypes
+@pytest.mark.parametrize("algorithm", FORWARD)
+@pytest.mark.parametrize("values", [(1, 1, -2), (1, 2, -3, 0), (0.5, 0.5, -1, 1e-300)])
+def test_large_values_may_cancel(isa, dtype, algorithm, values):
+    """The sum is 0 where it is rounded, as in a row that is small throughout, which is computed again from larger values."""
+    q, k, v = np.zeros((1, 1, 1, 4), dtype), np.zeros((1, 1, len(values), 4), dtype), np.zeros((1, 1, len(values), 1), dtype)
+    v[0, 0, :, 0] = np.multiply(values, np.finfo(dtype).max / 16)
+    out = fastmha.attention(q, k, v, algorithm=algorithm)
+    assert abs(out.item()) <= 4 * np.finfo(dtype).eps * v.max()
