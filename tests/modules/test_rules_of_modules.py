@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import NAMED, assert_gradient, assert_same, dtypes, normal, raises, same_bits
 
-import fastmha
 from fastmha import KVCache, MultiHeadAttention, SelfAttention, reference
 
 B, L, LC, D_MODEL, HEADS = 2, 7, 5, 16, 4
