@@ -19,7 +19,6 @@ from support import (
     crossed_oracle,
     draw,
     dtypes,
-    layouts,
     oracle,
     run,
     same_bits,
@@ -68,6 +67,8 @@ RULES = {
 @shapes
 @pytest.mark.parametrize("rule", RULES)
 def test_it_has_the_masks_shape(dtype, algorithm, shape, rule, rng):
+    if dtype == np.float64 and SHAPES.index(shape) % 2 == list(RULES).index(rule) % 2:
+        pytest.skip("half of the pairs in one of the dtypes")
     arrays = draw(rng, 2, 4, 2, 33, 200, 5, 4, dtype)
     keywords = {name: x.astype(dtype) if name in ("sinks", "alibi") else x for name, x in RULES[rule].items()}
     check(*arrays, mask=mask_of(rng, shape, dtype), need_bias_grad=True, algorithm=algorithm, **keywords)
@@ -75,9 +76,9 @@ def test_it_has_the_masks_shape(dtype, algorithm, shape, rule, rng):
 
 @dtypes
 @algorithms
-@layouts
 @pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (1, 193), (64, 64), (65, 191), (2, 385)])
-def test_lengths_around_the_edges_of_blocks_and_tiles(isa, dtype, algorithm, layout, Lq, Lk, rng):
+def test_lengths_around_the_edges_of_blocks_and_tiles(isa, dtype, algorithm, Lq, Lk, rng):
+    layout = LAYOUTS[Lk % 2]
     arrays = draw(rng, 2, 4, 2, Lq, Lk, 5, 4, dtype, layout)
     for shape in ("Lq Lk", "B H Lq Lk", "B 1 1 Lk", "1 1 Lq 1"):
         mask = mask_of(rng, shape, dtype, 0.3 * (Lk > 1), Lq=Lq, Lk=Lk)
