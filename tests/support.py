@@ -244,7 +244,7 @@ def oracle(q, k, v, g, dtype, **keywords):
 
 
 def crossed_oracle(q, k, v, g, dtype, layout="BHLD", **keywords):
-    """`oracle` where one algorithm ran forward and another backward: their scores round apart, and weights are exp(score - lse)."""
+    """`oracle` where one algorithm ran forward and another backward: scores round apart, and weights are exp(score - lse)."""
     exact, bounds = oracle(q, k, v, g, dtype, layout=layout, **keywords)
     if not exact[0].size:
         return exact, bounds

@@ -464,13 +464,11 @@ static void FMHA_NAME(lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x_,
  * values cancel, which do no longer since they were limited. */
 static void FMHA_NAME(lower_row)(ptrdiff_t n, const void *x_, const void *divisor, void *to)
 {
-    const REAL *x = x_, most = 2 * TINY * SUBNORMAL_LIFT;
-    for (ptrdiff_t d = 0; d < n; d++) {
-        REAL lifted = x[d] / *(const REAL *)divisor;
-        if (!(lifted < most && lifted > -most)) return;
-    }
+    const REAL *x = x_, total = *(const REAL *)divisor, most = 2 * TINY * SUBNORMAL_LIFT;
+    for (ptrdiff_t d = 0; d < n && total == total; d++)
+        if (!(x[d] / total < most && x[d] / total > -most)) return;
     fmha_keep_subnormals();
-    for (ptrdiff_t d = 0; d < n; d++) ((REAL *)to)[d] = x[d] / *(const REAL *)divisor * (1 / SUBNORMAL_LIFT);
+    for (ptrdiff_t d = 0; d < n; d++) ((REAL *)to)[d] = x[d] / total * (1 / SUBNORMAL_LIFT);
     fmha_flush_subnormals();
 }
 

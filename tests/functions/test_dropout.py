@@ -187,7 +187,8 @@ def test_what_is_drawn_does_not_depend_on_masks_lengths_and_other_rows(isa, dtyp
     first = fastmha.attention(q[:1], k[:1], v[:1], algorithm=algorithm, key_padding_lengths=[150], **drawn)
     assert same_bits(whole[:1], first)      # the batch row itself counts
     if algorithm != "blas":
-        short = fastmha.attention(q, k[:, :, :150], v[:, :, :150], algorithm=algorithm, key_padding_lengths=[150, 7, 100], **drawn)
+        left = k[:, :, :150], v[:, :, :150]
+        short = fastmha.attention(q, *left, algorithm=algorithm, key_padding_lengths=[150, 7, 100], **drawn)
         assert same_bits(whole[:2], short[:2])
 
 
@@ -248,7 +249,8 @@ def test_each_seed_batch_row_head_query_and_key_draws_its_own(rng):
 def test_a_probability_of_0_gives_the_bits_of_no_dropout(isa, dtype, algorithm, second, rng):
     arrays = draw(rng, 2, 4, 2, 31, 210, 5, 4, dtype)
     plain = crossed(algorithm, second, *arrays, sinks=np.ones(4, dtype))
-    for given in ({"dropout": 0}, {"dropout": 0.0, "seed": 5}, {"seed": 2**64 - 1}, {"dropout": np.float32(0), "seed": np.uint64(9)}):
+    none = {"dropout": 0}, {"dropout": 0.0, "seed": 5}, {"seed": 2**64 - 1}, {"dropout": np.float32(0), "seed": np.uint64(9)}
+    for given in none:
         assert_same(plain, crossed(algorithm, second, *arrays, sinks=np.ones(4, dtype), **given))
 
 

@@ -19,7 +19,6 @@ from support import (
     crossed_oracle,
     draw,
     dtypes,
-    layouts,
     oracle,
     run,
     same_bits,
@@ -68,6 +67,8 @@ RULES = {
 @shapes
 @pytest.mark.parametrize("rule", RULES)
 def test_it_has_the_masks_shape(dtype, algorithm, shape, rule, rng):
+    if dtype == np.float64 and SHAPES.index(shape) % 2 == list(RULES).index(rule) % 2:
+        pytest.skip("half of the pairs in one of the dtypes")
     arrays = draw(rng, 2, 4, 2, 33, 200, 5, 4, dtype)
     keywords = {name: x.astype(dtype) if name in ("sinks", "alibi") else x for name, x in RULES[rule].items()}
     check(*arrays, mask=mask_of(rng, shape, dtype), need_bias_grad=True, algorithm=algorithm, **keywords)
@@ -75,9 +76,9 @@ def test_it_has_the_masks_shape(dtype, algorithm, shape, rule, rng):
 
 @dtypes
 @algorithms
-@layouts
 @pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (1, 193), (64, 64), (65, 191), (2, 385)])
-def test_lengths_around_the_edges_of_blocks_and_tiles(isa, dtype, algorithm, layout, Lq, Lk, rng):
+def test_lengths_around_the_edges_of_blocks_and_tiles(isa, dtype, algorithm, Lq, Lk, rng):
+    layout = LAYOUTS[Lk % 2]
     arrays = draw(rng, 2, 4, 2, Lq, Lk, 5, 4, dtype, layout)
     for shape in ("Lq Lk", "B H Lq Lk", "B 1 1 Lk", "1 1 Lq 1"):
         mask = mask_of(rng, shape, dtype, 0.3 * (Lk > 1), Lq=Lq, Lk=Lk)
@@ -98,7 +99,9 @@ def test_scores_of_every_size_in_every_pair_of_algorithms(algorithm, second, kin
 
 @algorithms
 @shapes
-@pytest.mark.parametrize("more", [{}, {"softcap": 1.5, "dropout": 0.4, "seed": 6, "sinks": of(1, 0, -np.inf, 2)}], ids=["", "more"])
+@pytest.mark.parametrize(
+    "more", [{}, {"softcap": 1.5, "dropout": 0.4, "seed": 6, "sinks": of(1, 0, -np.inf, 2)}], ids=["", "more"]
+)
 def test_it_is_the_central_difference(algorithm, shape, more, rng):
     q, k, v, g = arrays = draw(rng, 2, 4, 2, 3, 5, 4, 3)
     mask = mask_of(rng, shape, Lq=3, Lk=5)
@@ -147,8 +150,7 @@ def test_it_is_the_sum_of_that_of_a_mask_for_each_pair_in_double_precision(dtype
     wanted = whole.sum(axis=over).reshape(mask.shape)
     sizes = np.abs(whole).sum(axis=over).reshape(mask.shape)
     error = np.abs(grad_mask(arrays, mask, algorithm) - wanted)
-    assert (error <= np.finfo(dtype).eps * np.abs(wanted) + 1e-12 * sizes * np.finfo(dtype).eps / 1e-16 * (dtype == np.float64)
-            + 1e-14 * sizes).all()  # fmt: skip
+    assert (error <= np.finfo(dtype).eps * np.abs(wanted) + 1e-14 * sizes).all()
 
 
 @dtypes
@@ -194,7 +196,7 @@ def test_threads_change_no_bit(isa, dtype, algorithm, shape, rng):
 @dtypes
 @algorithms
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_changes_no_bit_where_it_is_removed_and_arrives_where_it_is_attended(isa, dtype, algorithm, poison, rng):
+def test_what_is_not_finite_changes_no_bit_where_removed_and_arrives_where_attended(isa, dtype, algorithm, poison, rng):
     B, H, Hkv, Lq, Lk = 2, 4, 2, 33, 200
     clean = draw(rng, B, H, Hkv, Lq, Lk, 5, 4, dtype)
     mask = mask_of(rng, "B H Lq Lk", dtype)
@@ -247,14 +249,15 @@ def test_every_way_in_which_the_others_may_lie_gives_the_same_bits(dtype, algori
     if algorithm == "blas":
         pytest.skip("another address may round otherwise by BLAS")
     arrays = [np.ascontiguousarray(x) for x in draw(rng, 2, 4, 2, 9, 70, 5, 4, dtype)]
-    keywords = {"sinks": of(0, 1, 2, -np.inf, dtype=dtype), "alibi": of(1, 0.5, 0, 0.1, dtype=dtype), "offset": 61, "dropout": 0.2,
-                "seed": 1}  # fmt: skip
+    keywords = {"sinks": of(0, 1, 2, -np.inf, dtype=dtype), "alibi": of(1, 0.5, 0, 0.1, dtype=dtype), "offset": 61,
+                "dropout": 0.2, "seed": 1}  # fmt: skip
     mask = mask_of(rng, "1 H Lq Lk", dtype, Lq=9, Lk=70)
     first = run(fastmha, *arrays, mask=mask, need_bias_grad=True, algorithm=algorithm, **keywords)
     for which in range(4):
         for name, x in support.rearranged(arrays[which]):
             moved = [*arrays[:which], x, *arrays[which + 1 :]]
-            assert_same(first, run(fastmha, *moved, mask=mask, need_bias_grad=True, algorithm=algorithm, **keywords), (name, which))
+            found = run(fastmha, *moved, mask=mask, need_bias_grad=True, algorithm=algorithm, **keywords)
+            assert_same(first, found, (name, which))
 
 
 @dtypes

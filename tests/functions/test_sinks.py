@@ -124,13 +124,15 @@ def test_minus_infinity_gives_the_bits_of_none(isa, dtype, algorithm, layout, rn
     keywords = {"layout": layout, "key_ranges": ([0, 210], None)}
     none, sinks = np.full(4, -np.inf, dtype), np.array([-np.inf, 1, -np.inf, 2], dtype)
     plain, empty, some = ({} if s is None else {"sinks": s} for s in (None, none, sinks))
-    out, *others = (fastmha.attention(*arrays[:3], algorithm=algorithm, return_lse=True, **keywords, **s) for s in (plain, empty, some))
+    more = {"algorithm": algorithm, "return_lse": True, **keywords}
+    out, *others = (fastmha.attention(*arrays[:3], **more, **s) for s in (plain, empty, some))
     assert_same(out, others[0])
     heads = (slice(None), slice(None, None, 2)) if layout == "BHLD" else (slice(None), slice(None), slice(None, None, 2))
     assert same_bits(out[0][heads], others[1][0][heads])
     assert same_bits(out[1][:, ::2], others[1][1][:, ::2])
     for second in NAMED:
-        without, *further = (fastmha.attention_backward(g, q, k, v, *out, algorithm=second, **keywords, **s) for s in (plain, empty))
+        more = {"algorithm": second, **keywords}
+        without, *further = (fastmha.attention_backward(g, q, k, v, *out, **more, **s) for s in (plain, empty))
         assert_same(without, further[0][:3])
         assert not bits(further[0][3]).any()
 
@@ -167,7 +169,8 @@ def test_an_empty_row_is_zeros_with_the_sink_for_its_lse_and_without_gradients(i
         assert not bits(out[:, :, empty]).any()
         assert np.array_equal(lse[:, :, empty], np.broadcast_to(sinks[:, None], (2, 4, empty.sum())))
         for second in NAMED:
-            clean = fastmha.attention_backward(g, q, k, v, out, lse, mask=mask, sinks=sinks, need_bias_grad=True, algorithm=second)
+            keywords = {"mask": mask, "sinks": sinks, "need_bias_grad": True, "algorithm": second}
+            clean = fastmha.attention_backward(g, q, k, v, out, lse, **keywords)
             assert not bits(clean[0][:, :, empty]).any()
             assert not bits(clean[4])[empty].any()
             if empty.all():
@@ -175,8 +178,7 @@ def test_an_empty_row_is_zeros_with_the_sink_for_its_lse_and_without_gradients(i
             for poison in (np.nan, np.inf, 1e30):
                 dirty_q, dirty_g = q.copy(), g.copy()
                 dirty_q[:, :, empty] = dirty_g[:, :, empty] = poison
-                dirty = fastmha.attention_backward(dirty_g, dirty_q, k, v, out, lse, mask=mask, sinks=sinks, need_bias_grad=True,
-                                                   algorithm=second)
+                dirty = fastmha.attention_backward(dirty_g, dirty_q, k, v, out, lse, **keywords)
                 assert_same(clean, dirty)
 
 
@@ -265,7 +267,8 @@ def test_captured_weights_add_up_to_what_the_sink_leaves(algorithm, rng):
     assert np.abs(weights - reference.attention_weights(q, k, sinks=sinks)).max() < 1e-14
     assert np.abs(weights.sum(axis=3) - (1 - np.exp(sinks[:, None] - lse))).max() < 1e-13
     assert same_bits(out, fastmha.attention(q, k, v, sinks=sinks, algorithm=algorithm))
-    _, some = fastmha.attention(q, k, v, sinks=sinks, algorithm=algorithm, capture=fastmha.Capture(heads=[3, 1], rows=slice(5, 30)))
+    capture = fastmha.Capture(heads=[3, 1], rows=slice(5, 30))
+    _, some = fastmha.attention(q, k, v, sinks=sinks, algorithm=algorithm, capture=capture)
     assert np.abs(some - weights[:, [3, 1], 5:30]).max() < 1e-14
 
 

@@ -274,7 +274,7 @@ def test_backward_says_when_there_is_no_mask_of_floats():
     m, X = module(), normal(B, L, D_MODEL)
     for mask, came in ((None, "no mask"), (MASK > 1, "one of bool")):
         m.forward(X, mask=mask)
-        with raises(ValueError, f"need_bias_grad needs a forward with a mask of floats, which is added to the scores, got {came}"):
+        with raises(ValueError, f"need_bias_grad needs a forward with a mask of floats, ..., got {came}"):
             m.backward(X, need_bias_grad=True)
         m.backward(X)
     with raises(TypeError, "need_bias_grad must be True or False, got 1"):
@@ -284,7 +284,7 @@ def test_backward_says_when_there_is_no_mask_of_floats():
 def test_dropout_and_a_cache_cannot_be_given_together():
     m, X = module(), normal(B, L, D_MODEL)
     cache = KVCache(B, 2, 4, dtype=np.float64)
-    with raises(ValueError, "dropout and cache cannot be given together: such a call keeps nothing for backward, got dropout 0.5"):
+    with raises(ValueError, "dropout and cache cannot be given together: such a call keeps nothing for ..., got dropout 0.5"):
         m.forward(X, cache=cache, dropout=0.5, seed=1)
     assert cache.length == 0
     plain = m.forward(X, is_causal=True, training=False)
@@ -334,7 +334,8 @@ def test_step_by_step_over_a_cache_it_is_the_whole_call(dtype, ring, algorithm, 
 def test_rows_of_several_lengths_over_caches_are_those_of_the_reference(seed, ring, steps, algorithm, causal, sunk, weights):
     """Linear caches and rings that wrap: sinks count once, distances are those of the positions."""
     rng = np.random.default_rng(seed)
-    cache = KVCache(2, 2, 4, v_head_dim=3, dtype=np.float64, **(dict(zip(("window", "max_chunk"), ring, strict=True)) if ring else {}))
+    sizes = dict(zip(("window", "max_chunk"), ring, strict=True)) if ring else {}
+    cache = KVCache(2, 2, 4, v_head_dim=3, dtype=np.float64, **sizes)
     rows = [[np.zeros((1, 2, 0, 4)), np.zeros((1, 2, 0, 3))] for _ in range(2)]
     keywords = {"alibi": SLOPES, "is_causal": causal} | ({"sinks": SINKS} if sunk else {})
     if ring:
@@ -358,13 +359,14 @@ def test_rows_of_several_lengths_over_caches_are_those_of_the_reference(seed, ri
             for w in more:
                 exact = reference.attention_weights(own, rows[b][0], **keywords, **at)
                 held = min(exact.shape[3], w.shape[3])
-                np.testing.assert_allclose(w[b : b + 1, :, :count, :held], exact[..., exact.shape[3] - held :], rtol=0, atol=1e-12)
+                exact = exact[..., exact.shape[3] - held :]
+                np.testing.assert_allclose(w[b : b + 1, :, :count, :held], exact, rtol=0, atol=1e-12)
 
 
 def test_alibi_over_a_cache_needs_queries_that_have_positions():
     cache = KVCache(1, 2, 4, dtype=np.float64)
     cache.append(normal(1, 2, 3, 4), normal(1, 2, 3, 4))
-    with raises(ValueError, "q has 4 new queries in row 0 but the cache holds only 3 tokens there: their keys must have been appended"):
+    with raises(ValueError, "q has 4 new queries in row 0 but the cache holds only 3 tokens there: ..."):
         cache.attend(normal(1, 4, 4, 4), alibi=SLOPES)
     assert cache.attend(normal(1, 4, 4, 4), sinks=SINKS).shape == (1, 4, 4, 4)
 
