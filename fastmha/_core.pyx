@@ -896,7 +896,7 @@ ctypedef struct Packed:
 
 
 cdef enum:
-    PACKED_COLUMNS = 6                  # first query, queries, first key, keys, number in the draws, whole heads of a backward pass
+    PACKED_COLUMNS = 6                  # first query, queries, first key, keys, number of the sequence, heads taken whole
 
 
 cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogil:
@@ -980,8 +980,8 @@ cdef ptrdiff_t packed_items(Packed *c, scratch_function scratch, const fmha_kern
 def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     """Attention of sequences that lie end to end in q, k, v (1, heads, tokens, width), by "tiled" or "decode".
 
-    table (sequences, 6) int64: first query, queries, first key, keys, number of the sequence in the offsets (sequences,) and in the
-    draws of dropout, and what `packed_backward` says. lse: (heads, queries) of each sequence behind the one before, or None.
+    table (sequences, 6) int64: first query, queries, first key, keys, number of the sequence in the offsets (sequences,) and in
+    the draws of dropout, and what `packed_backward` says. lse: (heads, queries) of each sequence behind the one before, or None.
     """
     cdef Packed c
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
@@ -1024,8 +1024,9 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
 
 
 def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, grad_v, states, int threads):
-    """Gradients of sequences that lie end to end, by "tiled"; the last column of the table: how many key/value heads of each sequence
-    are items of their own, as `tiled_backward` has it. states: as lse, or None where all are."""
+    """Gradients of sequences that lie end to end, by "tiled"; the last column of the table: how many key/value heads of each
+    sequence are items of their own, as `tiled_backward` has it. states: ROW_STATE numbers for each of lse, zeros before, or None
+    where all heads are whole."""
     cdef Packed c
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, most, items

@@ -2,7 +2,7 @@
  * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes); a is copied where enough panels
  * follow, because its rows may lie a page apart, or so that they share a part of each cache. Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is computed in. */
 
-#define GEMM_DEPTH 256      /* K of a block: a packed panel stays in the first two caches */
+#define GEMM_DEPTH 384      /* K of a block: a packed panel stays in the first two caches */
 #define GEMM_ROWS 256       /* rows of a block: its part of a stays in the second cache */
 #define GEMM_SERVED (8 * PANEL)     /* columns from which on a copy of a block of a pays */
 #define GEMM_AHEAD 8        /* rows of b that are fetched before they are packed: no CPU guesses such strides */

@@ -1,6 +1,6 @@
 """The kernels' own product: weights that are packed once, few rows, and the frozen modules that keep packed weights.
 
-b is packed in panels of columns, K in blocks of 256; up to 16 rows take b where it lies, 8 rows of it at a time; the pool's
+b is packed in panels of columns, K in blocks of 384; up to 16 rows take b where it lies, 8 rows of it at a time; the pool's
 slices have 256 rows. Sizes here lie around all of them.
 """
 
@@ -17,7 +17,7 @@ from fastmha import _core, algorithms
 from fastmha.algorithms import own_slices, product_by_blas
 
 ROWS = (*range(1, 41), 64, 257, 300)
-DEPTHS = (1, 7, 255, 256, 257, 600)
+DEPTHS = (1, 7, 383, 384, 385, 900)
 COLUMNS = (1, 15, 16, 17, 63, 64, 65, 130, 1100)
 FEW = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17)
 
@@ -117,7 +117,7 @@ def test_packed_weights_of_no_size(isa, dtype):
 @pytest.mark.parametrize("trans_a", [False, True])
 @pytest.mark.parametrize("m", FEW)
 def test_few_rows_are_right(isa, dtype, trans_a, m, rng):
-    for k, n in itertools.product((1, 7, 8, 9, 16, 17, 255, 256, 257, 600), (1, 3, 15, 16, 17, 65, 130)):
+    for k, n in itertools.product((1, 7, 8, 9, 16, 17, 383, 384, 385, 900), (1, 3, 15, 16, 17, 65, 130)):
         a, b, bias = draw(rng, m, n, k, dtype)
         given_a = padded(a.T if trans_a else a)
         for added in (None, bias):
@@ -127,7 +127,7 @@ def test_few_rows_are_right(isa, dtype, trans_a, m, rng):
 @dtypes
 @pytest.mark.parametrize("trans_a", [False, True])
 def test_few_rows_have_the_bits_of_the_same_rows_among_many(isa, dtype, trans_a, rng):
-    for k, n in ((1, 9), (17, 65), (255, 16), (256, 130), (256, 64), (257, 9), (257, 64), (600, 65), (600, 1128)):
+    for k, n in ((1, 9), (17, 65), (383, 16), (384, 130), (384, 64), (385, 9), (385, 64), (900, 65), (900, 1128)):
         a, b, bias = draw(rng, 40, n, k, dtype)
         together = own(a.T.copy() if trans_a else a, b, n, bias, trans_a=trans_a)
         for start, stop in ((0, 1), (1, 4), (4, 20), (20, 37), (39, 40)):

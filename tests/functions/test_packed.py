@@ -488,7 +488,7 @@ def test_memory_is_that_of_the_tokens(rng):
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        print(algorithm, (peak - sum(x.nbytes for x in results)) / q.nbytes)
+        assert peak - sum(x.nbytes for x in results) < 8 * q.nbytes, algorithm
 
 
 def test_python_does_nothing_for_each_sequence(rng):
