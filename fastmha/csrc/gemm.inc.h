@@ -1,6 +1,7 @@
 /* Products of matrices for the projections, on the register tile of product.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
  * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes); a is copied where enough panels
- * follow, because its rows may lie a page apart, or so that they share a part of each cache. Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is computed in. */
+ * follow, because its rows may lie a page apart, or so that they share a part of each cache. Every element is summed in blocks of
+ * K in their order: its bits depend on K alone, not on the slice it is computed in. */
 
 #define GEMM_DEPTH 384      /* K of a block: a packed panel stays in the first two caches */
 #define GEMM_ROWS 256       /* rows of a block: its part of a stays in the second cache */
@@ -14,8 +15,7 @@ _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product star
 #define FEW_COLUMNS 1024
 
 /* Scratch of a product: a panel of b (depth, columns), a block of a, (depth, rows) if transposed, else with rows a cache line longer
- * than depth, sums (rows, columns) of a panel with a
- * ragged edge; where a has few rows, a part of their sums alone. */
+ * than depth, sums (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. */
 typedef struct {
     REAL *panel, *block_of_a, *edge, *part;
 } FMHA_NAME(gemm_memory);
