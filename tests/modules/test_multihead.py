@@ -435,7 +435,7 @@ def test_float32_errs_within_the_bounds_of_the_error_analysis_in_every_step(seed
     backward, steps = algorithms.backward, []
     monkeypatch.setattr(algorithms, "backward", lambda *arguments: (backward(*arguments), steps.append(arguments)))
     out, grad_X, of = m.forward(X, is_causal=is_causal), m.backward(grad), m.gradients()
-    kept, ((_, _, _, _, grad_concat, *grads, _),) = m.intermediates, steps
+    kept, ((_, _, _, _, grad_concat, *grads, _, _),) = m.intermediates, steps
     q, k, v = (kept[name] for name in "QKV")
     heads = reference.split_heads(kept["concat"], 4), kept["lse"], *grads
     assert_close_by_element(heads, *oracle(q, k, v, grad_concat, np.float32, is_causal=is_causal))
