@@ -110,7 +110,7 @@ def linear(
 
     Notes
     -----
-    Each element is summed over K in blocks of 256 in their order: a row's bits depend on that row alone, not on the other rows
+    Each element is summed over K in blocks of 384 in their order: a row's bits depend on that row alone, not on the other rows
     or on their number. K = 0 gives activation(b) + residual.
 
     Examples
