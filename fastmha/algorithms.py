@@ -179,7 +179,12 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
         if 0 in (B, H, Lq, Lk):
             grad_mask[...] = 0
         else:
-            _core.mask_gradient(problem, grad_out, states, grad_mask, threads)
+            of_tiled = states
+            if name != TILED.name:      # the pass over the mask rounds scores as "tiled" does: so must what it knows of each row
+                of_tiled = np.zeros_like(states)
+                spare = [np.empty(x.shape, x.dtype) for x in (grad_q, grad_k, grad_v)]
+                backward_of(TILED.name, problem, out, lse, grad_out, spare[0], spare[1], spare[2], of_tiled, threads)
+            _core.mask_gradient(problem, grad_out, of_tiled, grad_mask, threads)
     return None if problem.sinks is None else sink_gradient(problem.sinks, states)
 
 
