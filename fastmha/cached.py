@@ -132,7 +132,7 @@ def prepare(slots: Slots, q: np.ndarray, after: Lengths, new: Lengths, rules: Ru
             k = _stand_in((B, heads, stop - start, slots.head_dim), q.dtype)
             v = _stand_in((B, heads, stop - start, slots.v_head_dim), q.dtype)
         problem = validate.attention_problem(q, k, v, "BHLD", rules.at(offset if placed else None, lengths))
-        if rules.sinks is not None:
+        if len(spans) > 1:
             rules = rules._replace(sinks=None)      # they count once
         parts.append((problem, slice(start, stop), choose(problem, rules.algorithm, weights=need_weights)[0]))
     return parts

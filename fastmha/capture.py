@@ -102,18 +102,17 @@ def choose(capture: Any, problem: Problem) -> Chosen:
     return Chosen(heads, rows, capture.reduce, np.zeros(shape, problem.dtype))
 
 
-def fill(chosen: Chosen, problem: Problem, rules: validate.Rules, threads: int) -> np.ndarray:
-    """chosen.captured <- the weights or their reduction; `rules` are those that the problem was made of.
+def fill(chosen: Chosen, problem: Problem, algorithm: str, threads: int) -> np.ndarray:
+    """chosen.captured <- the weights or their reduction; `algorithm`: what the caller said.
 
     Blocks of rows depend on the lengths alone and are added in their order: the bits of a batch row depend neither on the
     others nor on the threads.
     """
     heads, rows, reduce, captured = chosen
-    B, H, Hkv, Lq, Lk, D, _ = problem.shape
+    B, H, Hkv, Lq, Lk, _, _ = problem.shape
     if captured.size == 0 or Lk == 0 or len(rows) == 0:
         return captured
-    name = algorithms.for_weights(rules.algorithm)
-    scaling = validate.scaling(rules.scale, rules.softcap, D, problem.dtype)
+    name = algorithms.for_weights(algorithm)
     fit = _BUFFER_BYTES // (Lk * problem.itemsize)
     most = max(_ROWS, fit // _ROWS * _ROWS)
     buffer = np.empty(min(max(fit, most), B * H * min(most, Lq)) * Lk, problem.dtype)
@@ -128,7 +127,7 @@ def fill(chosen: Chosen, problem: Problem, rules: validate.Rules, threads: int) 
                 batch = slice(b, min(b + step, B))
                 shape = batch.stop - b, end - head, last - first, Lk
                 weights = buffer[: shape[0] * shape[1] * shape[2] * Lk].reshape(shape)
-                part = _part(problem, scaling, batch, slice(head, end), slice(first, last))
+                part = _part(problem, batch, slice(head, end), slice(first, last))
                 algorithms.forward(name, part, np.empty((*shape[:3], 0), problem.dtype), None, weights, threads)
                 value = _reduced(weights if picked is None else weights[:, :, picked], reduce)
                 for i, h in to:
@@ -161,7 +160,7 @@ def _head_runs(heads: np.ndarray, group: int, most: int) -> Iterator[tuple[int, 
             first = following
 
 
-def _part(problem: Problem, scaling: tuple[float, float], batch: slice, heads: slice, rows: slice) -> Problem:
+def _part(problem: Problem, batch: slice, heads: slice, rows: slice) -> Problem:
     """Some batch rows, heads (of one group, or of groups of one) and neighbouring rows as a problem; all arrays are views.
 
     The values are cut to width 0: the weights do not need them.
@@ -183,7 +182,8 @@ def _part(problem: Problem, scaling: tuple[float, float], batch: slice, heads: s
     if draws is not None:       # the weights that multiply the values: as dropout leaves them
         draws = (*draws[:2], draws[2] + batch.start, draws[3] + heads.start, draws[4] + rows.start)
     return Problem(problem.q[batch, heads, rows], problem.k[batch, kv], problem.v[batch, kv, :, :0], cut(problem.bool_mask),
-                   cut(problem.additive_mask), offset, starts, lengths, *problem.window, *scaling, sinks, alibi, draws)
+                   cut(problem.additive_mask), offset, starts, lengths, *problem.window, problem.scale, problem.softcap, sinks,
+                   alibi, draws)
 
 
 def _reduced(weights: np.ndarray, reduce: str | None) -> np.ndarray:

@@ -167,7 +167,7 @@ def attention(
         result[...] = target
     if chosen is None:
         return (result, lse) if return_lse else result
-    captured = captures.fill(chosen, problem, rules, workers)
+    captured = captures.fill(chosen, problem, algorithm, workers)
     return (result, lse, captured) if return_lse else (result, captured)
 
 
@@ -195,7 +195,8 @@ def attention_backward(
     algorithm, num_threads
         As in `attention`.
     need_bias_grad : bool
-        Also return the gradient of the mask, which must be one of floats: a pass of its own, two products more than five.
+        Also return the gradient of the mask, which must be one of floats: a pass of its own, two products more than five, and
+        after "blas" behind a backward pass of "tiled".
 
     Returns
     -------

@@ -161,8 +161,9 @@ def attention_packed_backward(
     problem = packed.problem
     _, H, Hkv, total, total_k, D, Dv = problem.shape
     dtype = problem.dtype
-    grad_out, out = (_like(name, x, (total, H, Dv), dtype) for name, x in (("grad_out", grad_out), ("out", out)))
-    lse = _like("lse", lse, (H, total), dtype)
+    grad_out = validate.like("grad_out", grad_out, (total, H, Dv), dtype, None)
+    out = validate.like("out", out, (total, H, Dv), dtype, None)
+    lse = validate.like("lse", lse, (H, total), dtype, None)
     workers = threads.resolve(num_threads)
     grads = algorithms.empty_together([(total, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv)], dtype)
     grad_q, grad_k, grad_v = map(_heads, grads)
@@ -190,14 +191,6 @@ def attention_packed_backward(
 def _heads(x: np.ndarray) -> np.ndarray:
     """(tokens, heads, width) as (1, heads, tokens, width)."""
     return x.transpose(1, 0, 2)[None]
-
-
-def _like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    x = validate.floats(name, x)
-    validate.same_dtype(name, x, "q", dtype)
-    if x.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-    return x
 
 
 def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rules, backward: bool) -> _Packed:
@@ -230,16 +223,15 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
                              f"and {of_k[s]} keys: 0 lets query 0 see key 0, lengths_k - lengths_q lets the last query see the "
                              "last key")
         offsets = validate.offsets(rules.offset, len(of_q), 0, 0, "S")
-    D = q.shape[2]
     base = len(k) + 1
     pairs, of_pair = np.unique(of_q * base + of_k, return_inverse=True)     # by one number: rows are slow to sort
-    key_bytes, group = D * whole.itemsize, H // Hkv if Hkv else 0
+    key_bytes, group = q.shape[2] * whole.itemsize, H // Hkv if Hkv else 0
     chosen = [choose_for(pair // base * group, pair % base, key_bytes, rules.algorithm, backward)[0] for pair in pairs.tolist()]
     if not chosen:
         choose_for(0, 0, key_bytes, rules.algorithm, backward)      # its errors
     names = np.array(chosen, object)[of_pair.reshape(-1)]
     problem = Problem(whole.q, whole.k, whole.v, None, None, offsets, None, None, *whole.window,
-                      *validate.scaling(rules.scale, rules.softcap, D, whole.dtype), whole.sinks, whole.alibi, whole.draws)
+                      whole.scale, whole.softcap, whole.sinks, whole.alibi, whole.draws)
     return _Packed(problem, np.cumsum(of_q) - of_q, of_q, np.cumsum(of_k) - of_k, of_k, names)
 
 

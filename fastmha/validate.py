@@ -633,12 +633,13 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
         return True     # too intricate to tell apart: refused
 
 
-def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, of: str = "q") -> np.ndarray:
+def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str | None, of: str = "q") -> np.ndarray:
     """An array that must have the given shape and the dtype of `of`, such as grad_out, out and lse of the backward pass."""
     x = floats(name, x)
     same_dtype(name, x, of, dtype)
     if x.shape != shape:
-        raise ValueError(f'{name} must have shape {shape} for layout "{layout}", got {x.shape}')
+        of_layout = "" if layout is None else f' for layout "{layout}"'
+        raise ValueError(f"{name} must have shape {shape}{of_layout}, got {x.shape}")
     return x
 
 
