@@ -1198,7 +1198,7 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads,
     if residual is not None:
         read_array(residual, &added, NULL, s.itemsize, False)
         s.last.residual, s.last.ld = added.data, added.stride[2]
-    scratch = scratch_for(s.kernels.gemm_scratch() * s.itemsize, items, threads)
+    scratch = scratch_for(s.kernels.gemm_scratch(s.cut.col_step) * s.itemsize, items, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:
         fmha_pool_run(product_item, &s, items, scratch.threads)

@@ -20,7 +20,7 @@ _MINIMUM_ROWS = 8
 _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
-_SLICE_TERMS = 2**30            # multiply-adds of a slice: some tens of milliseconds
+_SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
 
 
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
@@ -229,9 +229,9 @@ def product_slices(m: int, n: int) -> tuple[int, int]:
 
 
 def own_slices(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
-    """The same by the kernels' own product, whose bits do not: a block of a serves as many columns as leave every thread some
-    slices and an interrupt within reach."""
-    rows = max(1, min(m, 256))
+    """The same by the kernels' own product, whose bits do not: what is copied of a serves as many columns, and of b as many rows,
+    as leave every thread some slices and an interrupt within reach."""
+    rows = max(1, min(m, 1024, max(256, m // threads // 256 * 256)))
     parts = 1 if threads == 1 else -(-4 * threads * rows // m) if m else 1
     columns = min(-(-n // parts), _SLICE_TERMS // (rows * max(1, k)))
     return rows, n if columns >= n > 0 else max(256, -(-columns // _core.PANEL_COLUMNS) * _core.PANEL_COLUMNS)

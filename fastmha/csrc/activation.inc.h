@@ -27,106 +27,148 @@ static const REAL FMHA_NAME(tail_below)[] = {
 static const INT FMHA_NAME(lower_half) = ((INT)1 << 27) - 1;
 #endif
 
-/* Phi(-a) exp(a^2 / 2) */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(tail_ratio)(VEC a)
+/* ratio <- Phi(-a) exp(a^2 / 2) */
+static inline __attribute__((always_inline)) void FMHA_NAME(tail_ratio)(const int n, const VEC *a, VEC *ratio)
 {
-    const ptrdiff_t n = sizeof FMHA_NAME(tail_above) / sizeof(REAL), m = sizeof FMHA_NAME(tail_below) / sizeof(REAL);
-    VEC above = v_splat(FMHA_NAME(tail_above)[n - 1]), below = v_splat(FMHA_NAME(tail_below)[m - 1]);
-    for (ptrdiff_t d = n - 2; d >= 0; d--) above = above * a + v_splat(FMHA_NAME(tail_above)[d]);
-    for (ptrdiff_t d = m - 2; d >= 0; d--) below = below * a + v_splat(FMHA_NAME(tail_below)[d]);
-    return above / below;
+    VEC below[8];
+    FMHA_NAME(horner)(n, sizeof FMHA_NAME(tail_above) / sizeof(REAL), FMHA_NAME(tail_above), a, ratio);
+    FMHA_NAME(horner)(n, sizeof FMHA_NAME(tail_below) / sizeof(REAL), FMHA_NAME(tail_below), a, below);
+    EACH(i) ratio[i] = ratio[i] / below[i];
 }
 
-/* exp(-a^2 / 2) in parts. The rounding of a^2 would be one of the result, a^2 / 2 times as large: what it loses, exact by halves
- * of the digits (Dekker 1971), is multiplied in, as exp(-e / 2) = 1 - e / 2. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(bell_parts)(VEC a, VEC *power)
+/* exp(-a^2 / 2) in parts. The rounding of a^2 would be one of the result, a^2 / 2 times as large: what it loses, exact (without
+ * fused instructions by halves of the digits, Dekker 1971), is multiplied in, as exp(-e / 2) = 1 - e / 2. */
+static inline __attribute__((always_inline)) void FMHA_NAME(bell_parts)(const int n, const VEC *a, VEC *y, VEC *power)
 {
-    VEC high = v_from_bits(v_bits(a) & ~i_splat(FMHA_NAME(lower_half))), low = a - high, square = a * a;
-    VEC lost = (high * high - square) + (high + high) * low;
-    lost = lost + low * low;
-    VEC y = FMHA_NAME(exp_parts)(square * (REAL)-0.5, power);
-    return y - y * (lost * (REAL)0.5);
+    VEC square[8], lost[8];
+    EACH(i) {
+        square[i] = a[i] * a[i];
+#ifdef v_fms
+        lost[i] = v_fms(a[i], a[i], square[i]);
+#else
+        VEC high = v_from_bits(v_bits(a[i]) & ~i_splat(FMHA_NAME(lower_half))), low = a[i] - high;
+        lost[i] = (high * high - square[i]) + (high + high) * low;
+        lost[i] = lost[i] + low * low;
+#endif
+        square[i] = square[i] * (REAL)-0.5;
+    }
+    FMHA_NAME(exp_within)(n, square, y, power);
+    EACH(i) y[i] = y[i] - y[i] * (lost[i] * (REAL)0.5);
 }
 
 #define TANH_RATE ((REAL)0x1.9884533d43651p+0)      /* 2 sqrt(2 / pi) */
 #define TANH_CUBIC ((REAL)0.044715)
 #define BELL_PEAK ((REAL)0x1.9884533d43651p-2)      /* 1 / sqrt(2 pi) */
+#define BELL_END ((REAL)(FMHA_REAL == 32 ? 18 : 52))        /* half its square is within exp's range, and Phi(-BELL_END) is 0 */
 
-/* -log of Q / (1 - Q), for all but gelu, and its derivative. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(log_odds)(const int kind, VEC a, VEC *rate)
+/* exp(-log_odds) in parts, log_odds = -log of Q / (1 - Q), for all but gelu; rate <- the derivative of log_odds. */
+static inline __attribute__((always_inline)) void FMHA_NAME(odds_parts)(const int kind, const int n, const VEC *a, VEC *rate, VEC *y,
+                                                                        VEC *power)
 {
-    if (kind == FMHA_SILU) {
-        *rate = v_splat(1);
-        return a;
+    VEC minus[8];
+    EACH(i) {
+        if (kind == FMHA_SILU) {
+            rate[i] = v_splat(1);
+            minus[i] = -a[i];
+        } else {
+            VEC square = a[i] * a[i], scale = v_splat(TANH_RATE);
+            rate[i] = (square * (3 * TANH_CUBIC) + v_splat(1)) * scale;
+            minus[i] = -((square * TANH_CUBIC + v_splat(1)) * (a[i] * scale));
+        }
+        minus[i] = v_max(v_splat(EXP_LOW), minus[i]);
     }
-    VEC square = a * a, scale = v_splat(TANH_RATE);
-    *rate = (square * (3 * TANH_CUBIC) + v_splat(1)) * scale;
-    return (square * TANH_CUBIC + v_splat(1)) * (a * scale);
+    FMHA_NAME(exp_within)(n, minus, y, power);
 }
 
-/* A kind is a constant wherever this is called. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(activate)(const int kind, VEC x)
+/* n vectors of x := their activations. A kind is a constant wherever this is called. */
+static inline __attribute__((always_inline)) void FMHA_NAME(activate)(const int kind, const int n, VEC *x)
 {
-    if (kind == FMHA_NO_ACTIVATION) return x;
-    VEC positive = v_max(v_splat(0), x);        /* NaN stays */
-    if (kind == FMHA_RELU) return positive;
-    VEC a = v_min(v_splat(-EXP_LOW), v_abs(x)), power, tail;
-    if (kind == FMHA_GELU) {
-        tail = FMHA_NAME(bell_parts)(a, &power) * (a * FMHA_NAME(tail_ratio)(a));
-    } else {
-        VEC rate, y = FMHA_NAME(exp_parts)(-FMHA_NAME(log_odds)(kind, a, &rate), &power);
-        tail = y * (a / (FMHA_NAME(scaled)(y, power) + v_splat(1)));
+    VEC a[8], tail[8], y[8], power[8];
+    if (kind == FMHA_NO_ACTIVATION) return;
+    EACH(i) {
+        a[i] = v_min(v_splat(kind == FMHA_GELU ? BELL_END : -EXP_LOW), v_abs(x[i]));
+        x[i] = v_max(v_splat(0), x[i]);        /* NaN stays */
     }
-    return positive - FMHA_NAME(scaled)(tail, power);
+    if (kind == FMHA_RELU) return;
+    if (kind == FMHA_GELU) {
+        FMHA_NAME(tail_ratio)(n, a, tail);
+        FMHA_NAME(bell_parts)(n, a, y, power);
+        EACH(i) tail[i] = y[i] * (a[i] * tail[i]);
+    } else {
+        VEC rate[8];
+        FMHA_NAME(odds_parts)(kind, n, a, rate, y, power);
+        EACH(i) tail[i] = y[i] * (a[i] / (FMHA_NAME(scaled)(y[i], power[i]) + v_splat(1)));
+    }
+    EACH(i) x[i] = x[i] - FMHA_NAME(scaled)(tail[i], power[i]);
 }
 
-static inline __attribute__((always_inline)) VEC FMHA_NAME(activation_slope)(const int kind, VEC x)
+/* n vectors of slope <- the derivatives at x. */
+static inline __attribute__((always_inline)) void FMHA_NAME(activation_slope)(const int kind, const int n, const VEC *x, VEC *slope)
 {
-    VEC zero = v_splat(0), one = v_splat(1);
-    if (kind == FMHA_NO_ACTIVATION) return one;
-    if (kind == FMHA_RELU) return v_select(v_greater(x, zero), one, v_select(v_equal(x, x), zero, x));
-    VEC a = v_min(v_splat(-EXP_LOW), v_abs(x)), power, d;
-    if (kind == FMHA_GELU) {
-        d = FMHA_NAME(bell_parts)(a, &power) * (FMHA_NAME(tail_ratio)(a) - a * BELL_PEAK);
-    } else {
-        VEC rate, y = FMHA_NAME(exp_parts)(-FMHA_NAME(log_odds)(kind, a, &rate), &power);
-        VEC other = one / (FMHA_NAME(scaled)(y, power) + one);         /* 1 - Q */
-        d = y * (other * (one - a * rate * other));
+    VEC zero = v_splat(0), one = v_splat(1), a[8], y[8], power[8];
+    EACH(i) slope[i] = one;
+    if (kind == FMHA_NO_ACTIVATION) return;
+    if (kind == FMHA_RELU) {
+        EACH(i) slope[i] = v_select(v_greater(x[i], zero), one, v_select(v_equal(x[i], x[i]), zero, x[i]));
+        return;
     }
-    d = FMHA_NAME(scaled)(d, power);
-    return v_select(v_greater(zero, x), d, one - d);
+    EACH(i) a[i] = v_min(v_splat(kind == FMHA_GELU ? BELL_END : -EXP_LOW), v_abs(x[i]));
+    if (kind == FMHA_GELU) {
+        FMHA_NAME(tail_ratio)(n, a, slope);
+        FMHA_NAME(bell_parts)(n, a, y, power);
+        EACH(i) slope[i] = y[i] * (slope[i] - a[i] * BELL_PEAK);
+    } else {
+        VEC rate[8];
+        FMHA_NAME(odds_parts)(kind, n, a, rate, y, power);
+        EACH(i) {
+            VEC other = one / (FMHA_NAME(scaled)(y[i], power[i]) + one);         /* 1 - Q */
+            slope[i] = y[i] * (other * (one - a[i] * rate[i] * other));
+        }
+    }
+    EACH(i) {
+        VEC d = FMHA_NAME(scaled)(slope[i], power[i]);
+        slope[i] = v_select(v_greater(zero, x[i]), d, one - d);
+    }
 }
 
 #undef TANH_RATE
 #undef TANH_CUBIC
 #undef BELL_PEAK
+#undef BELL_END
 
-/* Two vectors a turn: their divisions and long chains of additions side by side. */
+#define ABREAST (MICRO_SUMS >= 24 ? 4 : 2)      /* vectors side by side: as many as the registers hold */
+
 static inline __attribute__((always_inline)) void FMHA_NAME(activate_row_of)(const int kind, ptrdiff_t n, const REAL *x,
                                                                              REAL *y)
 {
+    VEC part[ABREAST];
     ptrdiff_t j = 0;
-    for (; j + 2 * LANES <= n; j += 2 * LANES) {
-        VEC a = FMHA_NAME(activate)(kind, v_load(x + j)), b = FMHA_NAME(activate)(kind, v_load(x + j + LANES));
-        v_store(y + j, a);
-        v_store(y + j + LANES, b);
+    for (; j + ABREAST * LANES <= n; j += ABREAST * LANES) {
+        for (int i = 0; i < ABREAST; i++) part[i] = v_load(x + j + i * LANES);
+        FMHA_NAME(activate)(kind, ABREAST, part);
+        for (int i = 0; i < ABREAST; i++) v_store(y + j + i * LANES, part[i]);
     }
-    for (; j < n; j += LANES) v_store_n(y + j, FMHA_NAME(activate)(kind, v_load_n(x + j, n - j, 0)), n - j);
+    for (; j < n; j += LANES) {
+        part[0] = v_load_n(x + j, n - j, 0);
+        FMHA_NAME(activate)(kind, 1, part);
+        v_store_n(y + j, part[0], n - j);
+    }
 }
 
 static inline __attribute__((always_inline)) void FMHA_NAME(activate_row_backward_of)(const int kind, ptrdiff_t n, const REAL *dy,
                                                                                       const REAL *x, REAL *dx)
 {
+    VEC part[ABREAST], slope[ABREAST];
     ptrdiff_t j = 0;
-    for (; j + 2 * LANES <= n; j += 2 * LANES) {
-        VEC a = FMHA_NAME(activation_slope)(kind, v_load(x + j));
-        VEC b = FMHA_NAME(activation_slope)(kind, v_load(x + j + LANES));
-        v_store(dx + j, v_load(dy + j) * a);
-        v_store(dx + j + LANES, v_load(dy + j + LANES) * b);
+    for (; j + ABREAST * LANES <= n; j += ABREAST * LANES) {
+        for (int i = 0; i < ABREAST; i++) part[i] = v_load(x + j + i * LANES);
+        FMHA_NAME(activation_slope)(kind, ABREAST, part, slope);
+        for (int i = 0; i < ABREAST; i++) v_store(dx + j + i * LANES, v_load(dy + j + i * LANES) * slope[i]);
     }
     for (; j < n; j += LANES) {
-        VEC slope = FMHA_NAME(activation_slope)(kind, v_load_n(x + j, n - j, 0));
-        v_store_n(dx + j, v_load_n(dy + j, n - j, 0) * slope, n - j);
+        part[0] = v_load_n(x + j, n - j, 0);
+        FMHA_NAME(activation_slope)(kind, 1, part, slope);
+        v_store_n(dx + j, v_load_n(dy + j, n - j, 0) * slope[0], n - j);
     }
 }
 

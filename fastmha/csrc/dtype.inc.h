@@ -96,6 +96,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef MASK_KEYS
 #undef GRANULE
 #undef MICRO_MOST_ROWS
+#undef MICRO_AHEAD
 #undef MICRO_ROWS
 #undef MICRO
 #undef PRODUCT
@@ -122,6 +123,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_min
 #undef v_round
 #undef v_scale
+#undef v_fms
+#undef EACH
+#undef ABREAST
 #undef X86_OP
 #undef X86_PASTE
 #undef X86_PASTE_

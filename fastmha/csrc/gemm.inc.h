@@ -1,12 +1,15 @@
 /* Products of matrices for the projections, on the register tile of product.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
- * row-major. b is packed panel by panel (a panel: as many columns as the register tile has lanes); a is copied where enough panels
- * follow, because its rows may lie a page apart, or so that they share a part of each cache. Every element is summed in blocks of
- * K in their order: its bits depend on K alone, not on the slice it is computed in. */
+ * row-major. b is packed in panels, of as many columns as the register tile has lanes, for all blocks of rows; a is copied where
+ * enough panels follow, because its rows may lie a page apart, or so that they share a part of each cache (the order of the blocks:
+ * Goto and van de Geijn 2008). Every element is summed in blocks of K in
+ * their order: its bits depend on K alone, not on the slice it is computed in. */
 
 #define GEMM_DEPTH 384      /* K of a block: a packed panel stays in the first two caches */
 #define GEMM_ROWS 256       /* rows of a block: its part of a stays in the second cache */
+#define GEMM_WIDE (ROUND_UP(1024, PANEL))   /* columns that are packed at a time: the third cache has room */
 #define GEMM_SERVED (8 * PANEL)     /* columns from which on a copy of a block of a pays */
 #define GEMM_AHEAD 8        /* rows of b that are fetched before they are packed: no CPU guesses such strides */
+#define FINISH_AHEAD 4      /* rows that the last pass fetches ahead, for the same reason */
 #define PANEL (MICRO_VECTORS * LANES)
 _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product start with a panel");
 
@@ -14,44 +17,41 @@ _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product star
 #define FEW_DEPTH 8
 #define FEW_COLUMNS 1024
 
-/* Scratch of a product: a panel of b (depth, columns), a block of a, (depth, rows) if transposed, else with rows a cache line longer
- * than depth, sums (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. */
+/* Scratch of a product with N columns: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums
+ * (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. */
 typedef struct {
-    REAL *panel, *block_of_a, *edge, *part;
+    REAL *panels, *block_of_a, *edge, *part;
 } FMHA_NAME(gemm_memory);
 
-static ptrdiff_t FMHA_NAME(gemm_layout)(REAL *memory, FMHA_NAME(gemm_memory) *m)
+static ptrdiff_t FMHA_NAME(gemm_layout)(ptrdiff_t N, REAL *memory, FMHA_NAME(gemm_memory) *m)
 {
     ptrdiff_t used = 0, few = 0;
-    m->panel = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * PANEL);
+    m->panels = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * (N < GEMM_WIDE ? ROUND_UP(N, PANEL) : GEMM_WIDE));
     m->block_of_a = FMHA_NAME(take)(memory, &used, (GEMM_DEPTH + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) * GEMM_ROWS);
     m->edge = FMHA_NAME(take)(memory, &used, GEMM_ROWS * PANEL);
     m->part = FMHA_NAME(take)(memory, &few, FEW_ROWS * FEW_COLUMNS);
     return used > few ? used : few;
 }
 
-static ptrdiff_t FMHA_NAME(gemm_scratch)(void)
+static ptrdiff_t FMHA_NAME(gemm_scratch)(ptrdiff_t N)
 {
     FMHA_NAME(gemm_memory) unused;
-    return FMHA_NAME(gemm_layout)(NULL, &unused);
+    return FMHA_NAME(gemm_layout)(N, NULL, &unused);
 }
 
-/* packed (depth, whole) <- b[:, :columns], zeros beyond; b (depth, columns), or (columns, depth) if transposed. */
-static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t columns, const REAL *b, ptrdiff_t ldb, REAL *packed)
+/* to (depth, ld) <- b[:, :columns], zeros beyond, up to whole vectors; b (depth, columns), or (columns, depth) if transposed. */
+static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t columns, const REAL *b, ptrdiff_t ldb, REAL *to,
+                                  ptrdiff_t ld)
 {
-    ptrdiff_t whole = ROUND_UP(columns, LANES);
     if (!transposed) {
-        for (ptrdiff_t k = 0; k < depth; k++) {
-            ptrdiff_t n = 0;
-            for (; n + LANES <= columns; n += LANES) {
+        for (ptrdiff_t k = 0; k < depth; k++)
+            for (ptrdiff_t n = 0; n < columns; n += LANES) {
                 if (k + GEMM_AHEAD < depth) v_prefetch(b + (k + GEMM_AHEAD) * ldb + n);
-                v_store(packed + k * whole + n, v_load(b + k * ldb + n));
+                v_store(to + k * ld + n, v_load_n(b + k * ldb + n, columns - n, 0));
             }
-            if (n < columns) v_store(packed + k * whole + n, FMHA_NAME(load_part)(b + k * ldb + n, columns - n, 0));
-        }
         return;
     }
-    for (ptrdiff_t n = 0; n < whole; n += LANES) {
+    for (ptrdiff_t n = 0; n < columns; n += LANES) {
         ptrdiff_t rows = columns - n < LANES ? columns - n : LANES, k = 0;
 #if HAVE_TRANSPOSE
         for (; k + LANES <= depth; k += LANES) {
@@ -60,12 +60,25 @@ static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t col
             for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(b + (n + l) * ldb + k) : v_splat(0);
             FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (k + l) * whole + n, part[l]);
+            for (ptrdiff_t l = 0; l < LANES; l++) v_store(to + (k + l) * ld + n, part[l]);
         }
 #endif
         for (; k < depth; k++)
-            for (ptrdiff_t l = 0; l < LANES; l++) packed[k * whole + n + l] = l < rows ? b[(n + l) * ldb + k] : 0;
+            for (ptrdiff_t l = 0; l < LANES; l++) to[k * ld + n + l] = l < rows ? b[(n + l) * ldb + k] : 0;
     }
+}
+
+/* panels <- op(b) (K, N), one behind the other, each of `rows` rows; b is read row by row, from end to end. */
+static void FMHA_NAME(pack_panels)(int transposed, ptrdiff_t K, ptrdiff_t N, const REAL *b, ptrdiff_t ldb, REAL *panels,
+                                   ptrdiff_t rows)
+{
+    const ptrdiff_t step = transposed ? K : 1;
+    for (ptrdiff_t k = 0; k < K; k += step)
+        for (ptrdiff_t n = 0; n < N; n += PANEL) {
+            ptrdiff_t columns = N - n < PANEL ? N - n : PANEL, whole = ROUND_UP(columns, LANES);
+            FMHA_NAME(pack_panel)(transposed, step, columns, b + (transposed ? n * ldb : k * ldb + n), ldb,
+                                  panels + n * rows + k * whole, whole);
+        }
 }
 
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
@@ -136,22 +149,41 @@ static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const 
 /* packed (K · N rounded up to whole vectors) <- b (K, N) as gemm wants its panels: one after the other, each K rows. */
 static void FMHA_NAME(gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed)
 {
-    for (ptrdiff_t n = 0; n < N; n += PANEL)
-        FMHA_NAME(pack_panel)(0, K, N - n < PANEL ? N - n : PANEL, (const REAL *)b + n, ldb, (REAL *)packed + n * K);
+    FMHA_NAME(pack_panels)(0, K, N, b, ldb, packed, K);
+}
+
+/* n vectors of c, the last of which may be a part. */
+static inline __attribute__((always_inline)) void FMHA_NAME(finish_vectors)(
+    const int activation, const int n, ptrdiff_t columns, REAL *c, ptrdiff_t ldc, const REAL *bias, const REAL *residual, ptrdiff_t ld)
+{
+    VEC x[ABREAST];
+    EACH(i) {
+        v_prefetch(c + FINISH_AHEAD * ldc + i * LANES);
+        if (residual) v_prefetch(residual + FINISH_AHEAD * ld + i * LANES);
+        x[i] = v_load_n(c + i * LANES, columns - i * LANES, 0);
+        if (bias) x[i] = x[i] + v_load_n(bias + i * LANES, columns - i * LANES, 0);
+    }
+    FMHA_NAME(activate)(activation, n, x);
+    EACH(i) {
+        if (residual) x[i] = x[i] + v_load_n(residual + i * LANES, columns - i * LANES, 0);
+        v_store_n(c + i * LANES, x[i], columns - i * LANES);
+    }
 }
 
 static inline __attribute__((always_inline)) void FMHA_NAME(finish_by)(const int activation, ptrdiff_t rows, ptrdiff_t columns,
                                                                        REAL *c, ptrdiff_t ldc, const fmha_finish *last)
 {
     const REAL *bias = (const REAL *)last->bias, *residual = (const REAL *)last->residual;
-    for (ptrdiff_t m = 0; m < rows; m++, c += ldc, residual += residual ? last->ld : 0)
-        for (ptrdiff_t n = 0; n < columns; n += LANES) {
-            VEC x = v_load_n(c + n, columns - n, 0);
-            if (bias) x = x + v_load_n(bias + n, columns - n, 0);
-            x = FMHA_NAME(activate)(activation, x);
-            if (residual) x = x + v_load_n(residual + n, columns - n, 0);
-            v_store_n(c + n, x, columns - n);
-        }
+    const ptrdiff_t abreast = ABREAST * LANES;
+    for (ptrdiff_t m = 0; m < rows; m++, c += ldc, residual += residual ? last->ld : 0) {
+        ptrdiff_t n = 0;
+#define FINISH(vectors, many) \
+    FMHA_NAME(finish_vectors)(activation, vectors, many, c + n, ldc, bias ? bias + n : NULL, residual ? residual + n : NULL, \
+                              last->ld)
+        for (; n + abreast <= columns; n += abreast) FINISH(ABREAST, abreast);
+        for (; n < columns; n += LANES) FINISH(1, columns - n);
+#undef FINISH
+    }
 }
 
 /* c (rows, columns) <- activation(c + bias) + residual */
@@ -174,54 +206,54 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
 {
     const REAL *a0 = a_, *b0 = b_;
     FMHA_NAME(gemm_memory) memory;
-    FMHA_NAME(gemm_layout)(scratch, &memory);
-    REAL *c0 = c_, *panel = memory.panel, *block_of_a = memory.block_of_a, *edge = memory.edge;
+    FMHA_NAME(gemm_layout)(N, scratch, &memory);
+    REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
+    const ptrdiff_t wide = packed ? N : GEMM_WIDE;
     if (K == 0) {
         for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
+        return;
     }
-    if (M <= FEW_ROWS && !trans_b && b0 && K) {
+    if (M <= FEW_ROWS && !trans_b && b0) {
         FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;
     }
-    for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
-        ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH;
-        for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {
-            ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda, a_step = 1;
-            const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
-            if (trans_a) {
-                for (ptrdiff_t k = 0; k < depth; k++) memcpy(block_of_a + k * rows, a + k * lda, (size_t)rows * sizeof(REAL));
-                a = block_of_a;
-                a_row = 1;
-                a_step = rows;
-            } else if (N >= GEMM_SERVED) {
-                a_row = depth + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL);
-                for (ptrdiff_t m = 0; m < rows; m++) memcpy(block_of_a + m * a_row, a + m * lda, (size_t)depth * sizeof(REAL));
-                a = block_of_a;
-            }
-            for (ptrdiff_t n0 = 0; n0 < N; n0 += PANEL) {
-                ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
-                const REAL *rows_of_b = panel;
-                if (packed) rows_of_b = (const REAL *)packed + n0 * K + k0 * whole;
-                else FMHA_NAME(pack_panel)(trans_b, depth, columns, b0 + (trans_b ? n0 * ldb + k0 : k0 * ldb + n0), ldb, panel);
-                /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
-                REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
-                ptrdiff_t ld_to = whole == columns ? ldc : ld;
-                if (k0 == 0 || to == edge)
-                    PRODUCT(FMHA_SET | FMHA_FETCH, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
-                else PRODUCT(FMHA_ADD | FMHA_FETCH, rows, whole, depth, a, a_row, a_step, rows_of_b, ld, to, ld_to, a);
-                if (to == edge)
-                    for (ptrdiff_t m = 0; m < rows; m++)
-                        for (ptrdiff_t n = 0; n < columns; n++) {
-                            REAL sum = edge[m * ld + n];
-                            c[m * ldc + n] = k0 == 0 ? sum : c[m * ldc + n] + sum;
-                        }
-                if (k0 + depth == K) {      /* while the block is in the caches */
-                    fmha_finish part = fmha_finish_at(last, m0, n0, sizeof(REAL));
-                    FMHA_NAME(finish)(rows, columns, c, ldc, &part);
+    for (ptrdiff_t first = 0; first < N; first += wide)
+        for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
+            ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH, end = N - first < wide ? N : first + wide;
+            if (!packed)
+                FMHA_NAME(pack_panels)(trans_b, depth, end - first, b0 + (trans_b ? first * ldb + k0 : k0 * ldb + first), ldb,
+                                       memory.panels, GEMM_DEPTH);
+            for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {
+                ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda;
+                const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
+                if (trans_a || end - first >= GEMM_SERVED) {
+                    a_row = ROUND_UP(depth, LANES) + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL);
+                    FMHA_NAME(pack_panel)(trans_a, rows, depth, a, lda, block_of_a, a_row);
+                    a = block_of_a;
+                }
+                for (ptrdiff_t n0 = first; n0 < end; n0 += PANEL) {
+                    ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
+                    const REAL *rows_of_b = memory.panels + (n0 - first) * GEMM_DEPTH;
+                    if (packed) rows_of_b = (const REAL *)packed + n0 * K + k0 * whole;
+                    /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
+                    REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
+                    ptrdiff_t ld_to = whole == columns ? ldc : ld;
+                    if (k0 == 0 || to == edge)
+                        PRODUCT(FMHA_SET | FMHA_FETCH, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, a);
+                    else PRODUCT(FMHA_ADD | FMHA_FETCH, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, a);
+                    if (to == edge)
+                        for (ptrdiff_t m = 0; m < rows; m++)
+                            for (ptrdiff_t n = 0; n < columns; n++) {
+                                REAL sum = edge[m * ld + n];
+                                c[m * ldc + n] = k0 == 0 ? sum : c[m * ldc + n] + sum;
+                            }
+                    if (k0 + depth == K) {      /* while the block is in the caches */
+                        fmha_finish part = fmha_finish_at(last, m0, n0, sizeof(REAL));
+                        FMHA_NAME(finish)(rows, columns, c, ldc, &part);
+                    }
                 }
             }
         }
-    }
 }

@@ -9,7 +9,7 @@
 #define FMHA_NAME(name) FMHA_PASTE(FMHA_ISA, name, FMHA_REAL)
 
 /* What a product does with what is there: writes over it, adds to it, adds to row_scale[r] times row r of it; with FMHA_FETCH it
- * is asked for before the sums begin, where it lies far away. */
+ * is asked for before the sums begin, where it lies far away, and so is b some rows ahead. */
 enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FETCH = 4 };
 
 #define BLOCK_ROWS FMHA_BLOCK_ROWS

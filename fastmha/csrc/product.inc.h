@@ -1,6 +1,7 @@
 /* The products of the tiled algorithm, of decode's values and of the projections: one register tile. */
 
 #define MICRO_MOST_ROWS 12
+#define MICRO_AHEAD 6       /* rows of a packed panel, from the second cache, that FMHA_FETCH fetches ahead */
 #if MICRO_VECTORS != 2 && MICRO_VECTORS != 4
 #error "product_of has cases for register tiles of 2 and of 4 vectors"
 #endif
@@ -23,7 +24,11 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     for (ptrdiff_t k = 0; k < depth; k++) {
         VEC row[MICRO_VECTORS];
 #pragma GCC unroll 12
-        for (int v = 0; v < nv; v++) row[v] = FMHA_NAME(stored_load)(type, b + v * LANES * size);
+        for (int v = 0; v < nv; v++) {
+            row[v] = FMHA_NAME(stored_load)(type, b + v * LANES * size);
+            if ((init & FMHA_FETCH) && v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0)
+                v_prefetch(b + (MICRO_AHEAD * ldb + v * LANES) * size);
+        }
 #pragma GCC unroll 12
         for (int r = 0; r < mr; r++) {
             VEC scalar = v_splat(a[r * a_row]);

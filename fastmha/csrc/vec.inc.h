@@ -110,7 +110,7 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define i_greater(a, b) v_truth((a) > (b))
 
 /* max and min give b where either is NaN, as the x86 instructions do. v_round and v_scale (x * 2^n, n whole) exist in
- * AVX-512 alone: elsewhere the exponential works on the bits. */
+ * AVX-512 alone: elsewhere the exponential works on the bits; v_fms where there are fused instructions. */
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #if FMHA_REAL == 32
 #define X86_OP(name) X86_PASTE(X86_PREFIX, name, ps)
@@ -127,6 +127,9 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define X86_PREFIX _mm256_
 #else
 #define X86_PREFIX _mm_
+#endif
+#if FMHA_VECTOR_BYTES >= 32
+#define v_fms(a, b, c) ((VEC)X86_OP(fmsub)((a), (b), (c)))      /* a * b - c, rounded once */
 #endif
 #define v_max(a, b) ((VEC)X86_OP(max)((a), (b)))
 #define v_min(a, b) ((VEC)X86_OP(min)((a), (b)))
@@ -252,25 +255,48 @@ static inline REAL FMHA_NAME(largest)(VEC value)
 }
 #endif
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), |r| <= ln2 / 2. exp(r) is returned, and what `scaled` takes for n; NaN at NaN. */
+/* Long chains of additions want other work beside them: what follows takes n vectors, each step for all of them. */
+#define EACH(i) _Pragma("GCC unroll 8") for (int i = 0; i < n; i++)
+
+/* sum <- fit[0] + fit[1] x + fit[2] x^2 + ... */
+static inline __attribute__((always_inline)) void FMHA_NAME(horner)(const int n, const ptrdiff_t terms, const REAL *fit, const VEC *x,
+                                                                    VEC *sum)
+{
+    EACH(i) sum[i] = v_splat(fit[terms - 1]);
+#pragma GCC unroll 16
+    for (ptrdiff_t d = terms - 2; d >= 0; d--) EACH(i) sum[i] = sum[i] * x[i] + v_splat(fit[d]);
+}
+
+/* exp(x) = 2^m exp(r), m = round(x / ln 2), |r| <= ln2 / 2: y <- exp(r), power <- what `scaled` takes for m; NaN at NaN.
+ * EXP_LOW <= x <= EXP_HIGH */
+static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const int n, const VEC *x, VEC *y, VEC *power)
+{
+    VEC r[8], fit[8];
+    EACH(i) {
+#ifdef v_round
+        VEC whole = v_round(x[i] * (REAL)LOG2_E);
+        power[i] = whole;
+#else
+        VEC shifted = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC);
+        VEC whole = shifted - v_splat(EXP_MAGIC);
+        power[i] = shifted;
+#endif
+        r[i] = x[i] - whole * (REAL)LN2_HIGH;
+        r[i] = r[i] - whole * (REAL)LN2_LOW;
+    }
+    FMHA_NAME(horner)(n, sizeof FMHA_NAME(exp_fit) / sizeof(REAL), FMHA_NAME(exp_fit), r, fit);
+    EACH(i) {
+        VEC part = (fit[i] * r[i]) * r[i] + r[i];
+        y[i] = part + v_splat(1);
+    }
+}
+
 static inline __attribute__((always_inline)) VEC FMHA_NAME(exp_parts)(VEC x, VEC *power)
 {
+    VEC y;
     x = v_min(v_splat(EXP_HIGH), v_max(v_splat(EXP_LOW), x));      /* NaN stays */
-#ifdef v_round
-    VEC whole = v_round(x * (REAL)LOG2_E);
-    *power = whole;
-#else
-    VEC shifted = x * (REAL)LOG2_E + v_splat(EXP_MAGIC);
-    VEC whole = shifted - v_splat(EXP_MAGIC);
-    *power = shifted;
-#endif
-    VEC r = x - whole * (REAL)LN2_HIGH;
-    r = r - whole * (REAL)LN2_LOW;
-    const ptrdiff_t degree = sizeof FMHA_NAME(exp_fit) / sizeof(REAL);
-    VEC fit = v_splat(FMHA_NAME(exp_fit)[degree - 1]);
-    for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * r + v_splat(FMHA_NAME(exp_fit)[d]);
-    VEC y = (fit * r) * r + r;
-    return y + v_splat(1);
+    FMHA_NAME(exp_within)(1, &x, &y, power);
+    return y;
 }
 
 /* y * 2^n, as two factors, both normal, so that only the last product underflows: y = exp(r) times what leaves it normal. */
