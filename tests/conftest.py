@@ -1,7 +1,28 @@
 """Fixtures, and the instruction sets that they run through; all else that tests share is in support.py."""
 
+from collections import Counter
+from zlib import crc32
+
 import pytest
 
 pytest.register_assert_rewrite("support")
 
 from support import isa, rng  # noqa: E402, F401
+
+
+def pytest_addoption(parser):
+    parser.addoption("--one-in", type=int, default=1, metavar="N",
+                     help="of a test's cases, take one in N, by a hash of the name; of four or fewer, all")  # fmt: skip
+
+
+def pytest_collection_modifyitems(config, items):
+    """Every process of a run must come to the same cases: by their names."""
+    one_in = config.getoption("--one-in")
+    cases = Counter(item.nodeid.partition("[")[0] for item in items)
+    taken, left_out = [], []
+    for item in items:
+        few = cases[item.nodeid.partition("[")[0]] <= 4
+        (taken if few or crc32(item.nodeid.encode()) % one_in == 0 else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = taken

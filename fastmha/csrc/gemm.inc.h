@@ -7,6 +7,8 @@
 #define GEMM_DEPTH 384      /* K of a block: a packed panel stays in the first two caches */
 #define GEMM_ROWS 256       /* rows of a block: its part of a stays in the second cache */
 #define GEMM_WIDE (ROUND_UP(1024, PANEL))   /* columns that are packed at a time: the third cache has room */
+#define GEMM_FEW 64         /* rows for which packed columns are wanted again at once: they stay in the second cache */
+#define GEMM_NARROW ROUND_UP(256, PANEL)
 #define GEMM_SERVED (8 * PANEL)     /* columns from which on a copy of a block of a pays */
 #define GEMM_AHEAD 8        /* rows of b that are fetched before they are packed: no CPU guesses such strides */
 #define FINISH_AHEAD 4      /* rows that the last pass fetches ahead, for the same reason */
@@ -208,7 +210,7 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
     FMHA_NAME(gemm_memory) memory;
     FMHA_NAME(gemm_layout)(N, scratch, &memory);
     REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
-    const ptrdiff_t wide = packed ? N : GEMM_WIDE;
+    const ptrdiff_t wide = packed ? N : M <= GEMM_FEW ? GEMM_NARROW : GEMM_WIDE;
     if (K == 0) {
         for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
