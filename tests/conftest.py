@@ -15,13 +15,17 @@ def pytest_addoption(parser):
                      help="of a test's cases, take one in N, by a hash of the name; of four or fewer, all")  # fmt: skip
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "every_case: --one-in leaves none of its cases out")
+
+
 def pytest_collection_modifyitems(config, items):
     """Every process of a run must come to the same cases: by their names."""
     one_in = config.getoption("--one-in")
     cases = Counter(item.nodeid.partition("[")[0] for item in items)
     taken, left_out = [], []
     for item in items:
-        few = cases[item.nodeid.partition("[")[0]] <= 4
+        few = cases[item.nodeid.partition("[")[0]] <= 4 or item.get_closest_marker("every_case") is not None
         (taken if few or crc32(item.nodeid.encode()) % one_in == 0 else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

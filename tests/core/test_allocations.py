@@ -7,6 +7,8 @@ from support import same_bits
 import fastmha
 from fastmha import _core
 
+pytestmark = pytest.mark.every_case     # what runs in the checked build alone
+
 CHECKED = _core.fail_allocation(-1)
 checked = pytest.mark.skipif(not CHECKED, reason="allocations fail on demand in the checked build alone")
 rng = np.random.default_rng(0)
