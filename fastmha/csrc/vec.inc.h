@@ -291,6 +291,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const in
     }
 }
 
+/* The same of one vector, and of any x. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(exp_parts)(VEC x, VEC *power)
 {
     VEC y;

@@ -83,6 +83,21 @@ def test_packed_weights_give_the_bits_for_every_number_of_rows(isa, dtype, rng):
 
 
 @dtypes
+@pytest.mark.parametrize(("m", "n"), [(17, 260), (64, 513), (65, 1025), (257, 1030), (300, 2113)])
+def test_blocks_of_columns_give_the_bits_of_packed_weights_from_operands_turned_round(isa, dtype, m, n, rng):
+    """Both sides of the rows and columns from which on more is packed at a time, whole blocks and their rests, K in two."""
+    a, b, bias = draw(rng, m, n, 391, dtype)
+    slices = m, n       # one, so that its blocks are those of the product
+    expected = own(a, b, n, bias, algorithms.packed_weights(b), slices=slices)
+    assert_product(expected, a, b, bias)
+    for trans_a, trans_b in itertools.product((False, True), repeat=2):
+        c = np.full((m, n), np.nan, dtype)
+        x, y = padded(a.T.copy() if trans_a else a), padded(b.T.copy() if trans_b else b)
+        _core.matmul_tiled(x, y, c, trans_a, trans_b, bias, slices, 1)
+        assert same_bits(c, expected), (trans_a, trans_b)
+
+
+@dtypes
 def test_packed_weights_are_what_is_read_beyond_few_rows(isa, dtype, rng):
     """Of b itself nothing is read then: without this the tests above show nothing."""
     a, b, _ = draw(rng, 20, 130, 70, dtype)
