@@ -1,0 +1,295 @@
+"""fastmha.torch: torch's own function is the oracle, in float64 and float32; autograd, torch.func, torch.compile, patch."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason='needs torch: pip install "fastmha[torch]"')
+
+import fastmha.torch as face  # noqa: E402
+from fastmha import reference  # noqa: E402
+
+own = torch.nn.functional.scaled_dot_product_attention
+sdpa = face.scaled_dot_product_attention
+types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+B, H, L, S, E, Ev = 2, 4, 7, 9, 8, 5
+
+
+@pytest.fixture
+def draw():
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, dtype=torch.float64, grad=True):
+        return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_(grad)
+
+    return normal
+
+
+def close(ours, theirs):
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-14}[theirs.dtype]
+    assert ours.dtype is theirs.dtype
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= tolerance * max(1, theirs.abs().max())
+
+
+def check(tensors, *more, **keywords):
+    """Outputs and gradients of every tensor that wants one."""
+    results = []
+    leaves = [x for x in (*tensors, *more) if isinstance(x, torch.Tensor) and x.requires_grad]
+    for f in (sdpa, own):
+        out = f(*tensors, *more, **keywords)
+        grads = torch.autograd.grad((out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum(), leaves)
+        results.append((out, *grads))
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs)
+
+
+def operands(draw, dtype=torch.float64, heads=H):
+    return [draw(B, h, n, w, dtype=dtype) for h, n, w in ((H, L, E), (heads, S, E), (heads, S, Ev))]
+
+
+# ------------------------------------------------------------------------------------------------------ what torch computes
+
+@types
+@pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"scale": 0.3}, {"scale": 0.0}, {"is_causal": True, "scale": -2.0}])
+def test_torchs_results(dtype, keywords, draw):
+    check(operands(draw, dtype), **keywords)
+
+
+@types
+def test_causality_begins_at_the_first_key(dtype, draw):
+    for n, m in ((3, 8), (8, 3), (1, 5), (5, 1)):
+        check([draw(1, 2, n, E, dtype=dtype), draw(1, 2, m, E, dtype=dtype), draw(1, 2, m, Ev, dtype=dtype)], is_causal=True)
+
+
+@types
+@pytest.mark.parametrize("groups", [1, 2])
+def test_heads_in_groups(dtype, groups, draw):
+    check(operands(draw, dtype, groups), enable_gqa=True)
+
+
+MASKS = [(L, S), (1, S), (L, 1), (1, 1), (H, L, S), (1, L, S), (H, 1, S), (1, 1, S), (B, H, L, S), (B, 1, L, S), (1, H, L, S),
+         (1, 1, L, S), (B, 1, 1, S), (B, H, 1, S), (B, H, L, 1), (1, 1, 1, S), (1, 1, 1, 1)]  # fmt: skip
+
+
+@types
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_of_bool_say_what_may_attend(dtype, shape, draw):
+    mask = draw(*shape).detach() > -0.5
+    mask[..., 0] = True     # no empty row: torch's gradients are NaN there
+    check(operands(draw, dtype), mask)
+
+
+@types
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_of_floats_are_added_and_have_gradients(dtype, shape, draw):
+    check(operands(draw, dtype), draw(*shape, dtype=dtype))
+
+
+def test_a_mask_may_lie_anyhow(draw):
+    tensors = operands(draw)
+    for mask in (draw(S, L).t(), draw(2 * L, S)[::2], draw(1, 1, 1, S).expand(B, H, L, S), draw(L, 1).expand(L, S)):
+        check(tensors, mask)
+    check(tensors, (draw(1, 1, 1, S).detach() < 1).expand(B, H, L, S))
+
+
+def test_masks_are_torchs_and_no_warning_doubts_it(draw):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check([draw(1, 1, 6, E) for _ in range(3)], torch.ones(6, 6, dtype=torch.bool).tril())
+
+
+def test_a_query_that_may_attend_nothing_gets_zeros(draw):
+    tensors = operands(draw)
+    mask = torch.ones(L, S, dtype=torch.bool)
+    mask[3] = False
+    out = sdpa(*tensors, mask)
+    assert (out[:, :, 3] == 0).all()
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), tensors))
+
+
+@types
+@pytest.mark.parametrize("axes", [2, 3, 5])
+def test_any_number_of_axes(dtype, axes, draw):
+    before = (3, 2, 4)[: axes - 2]
+    tensors = [draw(*before, n, w, dtype=dtype) for n, w in ((L, E), (S, E), (S, Ev))]
+    check(tensors)
+    check(tensors, is_causal=True)
+    for shape in ((L, S), (*before, L, S), (*(1 for _ in before), 1, S)):
+        check(tensors, draw(*shape, dtype=dtype))
+
+
+def test_axes_before_the_last_two_broadcast(draw):
+    check([draw(B, H, L, E), draw(1, H, S, E), draw(B, H, S, Ev)])
+    check([draw(1, 1, L, E), draw(B, H, S, E), draw(1, H, S, Ev)])
+    check([draw(L, E), draw(B, H, S, E), draw(H, S, Ev)])
+
+
+def test_every_stride(draw):
+    x = draw(B, L, 3, H, E)
+    check(list(x.permute(2, 0, 3, 1, 4)))           # heads side by side in one projection
+    check([draw(B, H, E, L).mT, draw(B, H, S, 2 * E)[..., ::2], draw(H, B, S, Ev).transpose(0, 1)])
+
+
+def test_nothing_is_copied(draw, monkeypatch):
+    x = draw(B, L, 3, H, E, grad=False)
+    q, k, v = x.permute(2, 0, 3, 1, 4)
+    seen = []
+    forward = face.algorithms.forward
+    monkeypatch.setattr(face.algorithms, "forward", lambda name, problem, *more: seen.append(problem) or forward(name, problem, *more))
+    sdpa(q, k, v)
+    assert [p.ctypes.data for p in (seen[0].q, seen[0].k, seen[0].v)] == [t.data_ptr() for t in (q, k, v)]
+
+
+# ----------------------------------------------------------------------------------------------------------- dropout
+
+def test_dropout_follows_torchs_seed_and_has_the_gradients_of_what_it_dropped(draw):
+    tensors = operands(draw)
+    torch.manual_seed(5)
+    first, other = sdpa(*tensors, dropout_p=0.4), sdpa(*tensors, dropout_p=0.4)
+    torch.manual_seed(5)
+    seed = int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64))
+    torch.manual_seed(5)
+    assert (sdpa(*tensors, dropout_p=0.4) == first).all()
+    assert not (first == other).all()
+    arrays = [x.detach().numpy() for x in tensors]
+    out, lse = reference.attention(*arrays, dropout=0.4, seed=seed, return_lse=True)
+    grads = reference.attention_backward(np.ones_like(out), *arrays, out, lse, dropout=0.4, seed=seed)
+    close(first.detach(), torch.from_numpy(out))
+    for ours, theirs in zip(torch.autograd.grad(first.sum(), tensors), grads, strict=True):
+        close(ours, torch.from_numpy(theirs))
+
+
+# ---------------------------------------------------------------------------------------- autograd, torch.func, torch.compile
+
+@pytest.mark.parametrize("case", ["plain", "causal", "groups", "mask", "bool"])
+def test_gradients_by_differences(case, draw):
+    tensors = [draw(1, h, n, w) for h, n, w in ((2, 3, 4), (1 if case == "groups" else 2, 5, 4), (1 if case == "groups" else 2, 5, 3))]
+    more = {"mask": (draw(1, 2, 3, 5),), "bool": (torch.tensor([[1, 0, 1, 1, 0]]).bool(),)}.get(case, ())
+    keywords = {"causal": {"is_causal": True}, "groups": {"enable_gqa": True}}.get(case, {})
+    assert torch.autograd.gradcheck(lambda *x: sdpa(*x, **keywords), (*tensors, *more))
+
+
+def test_second_derivatives_are_refused(draw):
+    tensors = operands(draw)
+    grad = torch.autograd.grad(sdpa(*tensors).square().sum(), tensors[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_gradients_of_some_tensors_alone(draw):
+    q, k, v = operands(draw)
+    for wanted in ((q,), (k,), (v,), (q, v)):
+        tensors = [x if any(x is w for w in wanted) else x.detach() for x in (q, k, v)]
+        check(tensors)
+        check(tensors, draw(L, S))
+        check(tensors, draw(L, S, grad=False))
+    check([x.detach() for x in (q, k, v)], draw(L, S))
+
+
+def test_no_grad_gives_the_bits_of_grad(draw):
+    tensors = operands(draw, torch.float32)
+    with torch.no_grad():
+        out = sdpa(*tensors, is_causal=True)
+    assert not out.requires_grad
+    assert (sdpa(*tensors, is_causal=True) == out).all()
+
+
+def test_vmap(draw):
+    q, k, v = draw(3, B, H, L, E), draw(B, H, S, E), draw(B, 3, H, S, Ev)
+    mask, masks = draw(L, S), draw(3, 1, 1, L, S)
+    for m, of_m, dim in ((None, lambda i: None, None), (mask, lambda i: mask, None), (masks, lambda i: masks[i], 0)):
+        mapped = torch.func.vmap(sdpa, in_dims=(0, None, 1, dim))(q, k, v, m)
+        close(mapped, torch.stack([sdpa(q[i], k, v[:, i], of_m(i)) for i in range(3)]))
+
+
+def test_gradients_of_each_sample(draw):
+    q, k, v, mask = draw(3, B, H, L, E), draw(B, H, S, E), draw(B, H, S, Ev), draw(1, 1, L, S)
+
+    def loss(q, k, v, mask):
+        return sdpa(q, k, v, mask).square().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2, 3)), in_dims=(0, None, None, None))(q, k, v, mask)
+    each = [torch.autograd.grad(loss(x, k, v, mask), (x, k, v, mask)) for x in (y.detach().requires_grad_() for y in q)]
+    for i, ours in enumerate(mapped):
+        close(ours, torch.stack([grads[i] for grads in each]))
+
+
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "five axes"])
+def test_compiled_whole(case, draw):
+    tensors = operands(draw)
+    more = (draw(L, S),) if case == "mask" else ()
+    keywords = {"is_causal": True} if case == "causal" else {}
+    if case == "five axes":
+        tensors = [draw(2, *x.shape) for x in tensors]
+
+    def f(*tensors):
+        return sdpa(*tensors, **keywords).sin()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(*tensors, *more), f(*tensors, *more)
+    close(out, expected)
+    leaves = (*tensors, *more)
+    for ours, theirs in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (out, expected)), strict=True):
+        close(ours, theirs)
+
+
+def test_operators_pass_torchs_own_checks(draw):
+    q, k, v = operands(draw)
+    torch.library.opcheck(face._operator, (q, k, v, None, False, None, 0.0, None))
+    torch.library.opcheck(face._operator, (q, k, v, draw(1, 1, L, S), False, 0.3, 0.0, None))
+
+
+# -------------------------------------------------------------------------------------------------------- patch, fallback
+
+def test_a_patched_model_gives_what_it_gave(draw):
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True), 2)
+    x, padding = draw(3, 6, 16, dtype=torch.float32, grad=False), torch.arange(6) >= torch.tensor([[6], [3], [5]])
+    for training in (True, False):
+        model.train(training)
+        calls = []
+        expected = model(x, src_key_padding_mask=padding)
+        with face.patch():
+            patched = torch.nn.functional.scaled_dot_product_attention
+            torch.nn.functional.scaled_dot_product_attention = lambda *a, **k: calls.append(a) or patched(*a, **k)
+            out = model(x, src_key_padding_mask=padding)
+        assert len(calls) == 2
+        assert (out - expected).abs()[~padding[:, : out.shape[1]]].max() < 2e-6
+        assert torch.nn.functional.scaled_dot_product_attention is own
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_patch_ends_with_an_error_too():
+    with pytest.raises(KeyError), face.patch():
+        raise KeyError
+    assert torch.nn.functional.scaled_dot_product_attention is own
+
+
+def test_what_is_not_served_goes_to_torch_and_is_said_once(draw):
+    tensors = [x.detach().half() for x in operands(draw)]
+    with pytest.raises(TypeError, match=r"^query must be a dense tensor of float32 or float64 .*float16.*fallback=True"):
+        sdpa(*tensors)
+    face._said.clear()
+    with pytest.warns(UserWarning, match="leaves a call to PyTorch: query must be"):
+        out = sdpa(*tensors, fallback=True)
+    assert (out == own(*tensors)).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sdpa(*tensors, fallback=True)
+
+
+@pytest.mark.parametrize(("call", "error", "match"), [
+    (lambda q, k, v: sdpa(q.numpy(), k, v), TypeError, r"^query must be a torch tensor, got ndarray$"),
+    (lambda q, k, v: sdpa(q, k.float(), v), TypeError, r"^key has dtype torch.float32 but query has torch.float64$"),
+    (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).bool(), is_causal=True), ValueError, r"^is_causal and attn_mask are given"),
+    (lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]), ValueError, r"^key has 2 heads on axis -3 but query has 4: enable_gqa=True"),
+    (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S + 1, dtype=q.dtype)), ValueError, "mask"),
+    (lambda q, k, v: sdpa(q, k, v, dropout_p=1.5), ValueError, "dropout"),
+    (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).int()), TypeError, r"^attn_mask must be a dense tensor of bool or torch.float64"),
+    (lambda q, k, v: sdpa(q.to("meta"), k, v), TypeError, r"^query must be .* on the CPU .* on meta"),
+])  # fmt: skip
+def test_errors(call, error, match, draw):
+    with pytest.raises(error, match=match):
+        call(*[x.detach() for x in operands(draw)])
