@@ -3,10 +3,11 @@
 Tensors on the CPU in float32 and float64 enter without a copy, whatever their strides, and gradients come back, the mask's too.
 Needs the extra ``torch``: ``pip install "fastmha[torch]"``.
 """
-# Annotations are read by torch.library, which wants types and not strings.
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 from warnings import warn
 
 import numpy as np
@@ -45,7 +46,7 @@ def scaled_dot_product_attention(
         Axes before the last two broadcast to those of query, and the other way round.
     value : (..., H, S, Ev) tensor
     attn_mask : tensor, optional
-        Broadcasts to (..., H, L, S). bool: **True = may attend**, which is torch's meaning and the opposite of `fastmha.attention`'s.
+        Broadcasts to (..., H, L, S). bool: **True = may attend**, as torch has it and the opposite of `fastmha.attention`.
         Float of query's dtype: added to the scores; its gradient is computed where it requires one, in its own shape.
     dropout_p : float
         Probability with which a weight becomes 0, the others divided by 1 - p, at every call. The seed is drawn from torch's
@@ -81,15 +82,15 @@ def scaled_dot_product_attention(
         if not torch.compiler.is_compiling() and reason not in _said:
             _said.add(reason)
             warn(f"fastmha.torch leaves a call to PyTorch: {reason}", stacklevel=2)
-        return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa=enable_gqa)
+        return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal and attn_mask are given: PyTorch takes one of them; let the mask remove what lies ahead")
     if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3] and 1 not in (query.shape[-3], key.shape[-3]):
-        raise ValueError(f"key has {key.shape[-3]} heads on axis -3 but query has {query.shape[-3]}: enable_gqa=True lets query's be "
-                         "a multiple of key's")
+        raise ValueError(f"key has {key.shape[-3]} heads on axis -3 but query has {query.shape[-3]}: enable_gqa=True lets "
+                         "query's be a multiple of key's")
     leading, tensors, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if dropout_p else None
-    needs_grad = torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or mask is not None and mask.requires_grad)
+    needs_grad = torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or (mask is not None and mask.requires_grad))
     if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter):    # also a tensor that is a shape alone
         out = torch.ops.fastmha.attention(*tensors, mask, is_causal, scale, float(dropout_p), seed)[0]
     elif needs_grad or torch._C._functorch.peek_interpreter_stack() is not None:    # inside a transform of torch.func
@@ -104,8 +105,8 @@ def patch() -> Iterator[None]:
     """Inside it `torch.nn.functional.scaled_dot_product_attention` is the one above, with ``fallback=True``.
 
     So models that call it, `torch.nn.MultiheadAttention` among them, use these kernels unchanged; torch's fused path for encoder
-    layers in inference, which calls no Python, is off meanwhile. What has imported the function by name keeps torch's. For the whole
-    process: not for some threads alone.
+    layers in inference, which calls no Python, is off meanwhile. What has imported the function by name keeps torch's. It holds
+    for the whole process, not for one thread alone.
 
     Examples
     --------
@@ -154,12 +155,12 @@ def _in_four_axes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool
 ) -> tuple[tuple[int, ...] | None, tuple[Tensor, Tensor, Tensor], Tensor | None]:
     """Views (B, H, length, width), the mask with 4 axes; and the result's axes before the last two, where they are not two."""
-    tensors = query, key, value
+    tensors: tuple[Tensor, ...] = query, key, value
     if query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0] and (
             grouped or query.shape[1] == key.shape[1] == value.shape[1]):
         if mask is not None and mask.ndim != 4:
             mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-        return None, tensors, mask
+        return None, (query, key, value), mask
     axes = max(x.ndim for x in tensors)
     tensors = tuple(x.reshape((1,) * (axes - x.ndim) + tuple(x.shape)) for x in tensors)
     heads = [x.shape[-3:-2] for x in tensors]
@@ -168,13 +169,12 @@ def _in_four_axes(
     before = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
     leading = before + heads[0]
     if mask is not None:
-        mask = mask.reshape((1,) * (axes - mask.ndim) + tuple(mask.shape))
+        mask = mask.reshape((1,) * (max(axes, 4) - mask.ndim) + tuple(mask.shape))
         if axes > 4:
-            mask = mask.expand(*before, *mask.shape[-3:])
-        mask = mask.reshape((-1 if axes > 4 else mask.shape[0] if axes == 4 else 1, *(mask.shape[-3:] if axes > 2 else (1, *mask.shape[-2:]))))
-    of_four = [x.expand(*before, *h, *x.shape[-2:]).reshape(before.numel(), h.numel(), *x.shape[-2:])
-               for x, h in zip(tensors, heads, strict=True)]
-    return tuple(leading), (of_four[0], of_four[1], of_four[2]), mask
+            mask = mask.expand(*before, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    q, k, v = (x.expand(*before, *h, *x.shape[-2:]).reshape(before.numel(), h.numel(), *x.shape[-2:])
+               for x, h in zip(tensors, heads, strict=True))
+    return tuple(leading), (q, k, v), mask
 
 
 # ------------------------------------------------------------------------------------------------------ what is computed
@@ -210,11 +210,11 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     grad_mask = np.empty(mask.shape, problem.dtype) if need_mask_grad and mask is not None else None
     of_out = validate.usable(grad_out.detach().numpy())[0]
     algorithms.backward(choose(problem, AUTO, backward=True)[0], problem, out.detach().numpy(), lse.detach().numpy(), of_out,
-                        *grads, threads.resolve(None), grad_mask)
+                        grads[0], grads[1], grads[2], threads.resolve(None), grad_mask)
     return [torch.from_numpy(x) for x in (*grads, *([] if grad_mask is None else [grad_mask]))]
 
 
-def _joined(n: int, in_dims: tuple[Optional[int], ...], args: tuple[Any, ...], tensors: int) -> list[Any]:
+def _joined(n: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...], tensors: int) -> list[Any]:
     """Arguments of a call that torch.func.vmap maps n times, as those of one: the axis joins the batch, in the first `tensors` of
     them and in the mask, which is the next."""
     B = next(x.shape[0] if d is None else x.movedim(d, 0).shape[1] for x, d in zip(args, in_dims, strict=False))
@@ -236,8 +236,8 @@ class _Attention(torch.autograd.Function):
     """(out, lse), in eager mode, where an operator of torch.library would cost more than a small call."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rules: Any) -> Any:
-        return _forward(q, k, v, mask, *rules, True)
+    def forward(*args: Any) -> Any:
+        return _forward(*args, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -253,7 +253,7 @@ class _Attention(torch.autograd.Function):
         return (*grads, *[None] * (8 - len(grads)))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Optional[int], ...], *args: Any) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         return _split(info.batch_size, _Attention.apply(*_joined(info.batch_size, in_dims, args, 3)))
 
 
@@ -273,7 +273,7 @@ class _Gradient(torch.autograd.Function):
         _refused(ctx, *grads)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Optional[int], ...], *args: Any) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         n, mask, wanted = info.batch_size, args[6], args[-1]
         joined = _joined(n, in_dims, args, 6)
         once = wanted and joined[6].shape[0] == 1 and n != 1      # one mask for all: the gradient of each is wanted
@@ -291,17 +291,23 @@ def _refused(ctx: Any, *grads: Any) -> Any:
 
 # --------------------------------------------------------------- as operators, for what looks at a program before it runs
 
-@torch.library.custom_op("fastmha::attention", mutates_args=())
-def _operator(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], is_causal: bool, scale: Optional[float], dropout: float,
-              seed: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+_RULES = "Tensor? mask, bool is_causal, float? scale, float dropout, Tensor? seed"
+
+
+@torch.library.custom_op("fastmha::attention", mutates_args=(),
+                         schema=f"(Tensor q, Tensor k, Tensor v, {_RULES}) -> (Tensor, Tensor)")
+def _operator(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float,
+              seed: Tensor | None) -> tuple[Tensor, Tensor]:
     out, lse = _forward(q, k, v, mask, is_causal, scale, dropout, seed, True)
     assert lse is not None
     return out, lse
 
 
-@torch.library.custom_op("fastmha::attention_backward", mutates_args=())
-def _backward_operator(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Optional[Tensor],
-                       is_causal: bool, scale: Optional[float], dropout: float, seed: Optional[Tensor],
+@torch.library.custom_op(
+    "fastmha::attention_backward", mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_RULES}, bool need_mask_grad) -> Tensor[]")
+def _backward_operator(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+                       is_causal: bool, scale: float | None, dropout: float, seed: Tensor | None,
                        need_mask_grad: bool) -> list[Tensor]:
     return _backward(grad_out, q, k, v, out.contiguous(), lse.contiguous(), mask, is_causal, scale, dropout, seed, need_mask_grad)
 
@@ -312,7 +318,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
 
 
 @_backward_operator.register_fake
-def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Optional[Tensor], *rules: Any) -> list[Tensor]:
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+      *rules: Any) -> list[Tensor]:
     like = [q, k, v, *([mask] if rules[-1] and mask is not None else [])]
     return [x.new_empty(x.shape) for x in like]
 
