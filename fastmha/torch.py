@@ -5,18 +5,18 @@ Needs the extra ``torch``: ``pip install "fastmha[torch]"``.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from warnings import warn
 
 import numpy as np
 
-from fastmha import algorithms, threads, validate
+from fastmha import algorithms, capture, threads, validate
 from fastmha._core import Problem
 from fastmha.algorithms import AUTO
 from fastmha.planning import choose
-from fastmha.validate import Rules
+from fastmha.validate import NO_RULES, Rules
 
 try:
     import torch
@@ -28,6 +28,7 @@ from torch import Tensor
 __all__ = ["patch", "scaled_dot_product_attention"]
 
 _TYPES = {torch.float32, torch.float64}
+_REAL = {Tensor, torch.nn.Parameter}
 _torchs_own: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
 _said: set[str] = set()
 
@@ -75,7 +76,7 @@ def scaled_dot_product_attention(
     -----
     Gradients are computed once: those of gradients are refused. Under `torch.compile` and `torch.func` the call is one operator.
     """
-    reason = _not_served(query, key, value, attn_mask)
+    reason = not_served(query, key, value, attn_mask)
     if reason:
         if not fallback:
             raise TypeError(f"{reason}; with fallback=True PyTorch computes it")
@@ -88,16 +89,30 @@ def scaled_dot_product_attention(
     if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3] and 1 not in (query.shape[-3], key.shape[-3]):
         raise ValueError(f"key has {key.shape[-3]} heads on axis -3 but query has {query.shape[-3]}: enable_gqa=True lets "
                          "query's be a multiple of key's")
-    leading, tensors, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
-    seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if dropout_p else None
-    needs_grad = torch.is_grad_enabled() and (any(x.requires_grad for x in tensors) or (mask is not None and mask.requires_grad))
-    if torch.compiler.is_compiling() or type(query) not in (Tensor, torch.nn.Parameter):    # also a tensor that is a shape alone
-        out = torch.ops.fastmha.attention(*tensors, mask, is_causal, scale, float(dropout_p), seed)[0]
-    elif needs_grad or torch._C._functorch.peek_interpreter_stack() is not None:    # inside a transform of torch.func
-        out = _Attention.apply(*tensors, mask, is_causal, scale, float(dropout_p), seed)[0]
-    else:
-        out = _forward(*tensors, mask, is_causal, scale, float(dropout_p), seed, False)[0]
+    leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
+    rules = NO_RULES if scale is None and not is_causal and not dropout_p else Rules(
+        is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
+    out = attend(q, k, v, mask, None, rules)
     return out if leading is None else out.reshape(leading + out.shape[-2:])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
+    """(B, H, Lq, Dv), with gradients of all tensors, from (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) that `served` has let
+    pass; mask of 4 axes as torch means it, and the rules that are no tensors as fastmha does: without mask, sinks and seed."""
+    seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rules.dropout else None
+    if torch.compiler.is_compiling() or type(q) not in _REAL:       # also a tensor that is a shape alone
+        return torch.ops.fastmha.attention(q, k, v, mask, sinks, seed, *_flat(rules))[0]
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or any(
+        x is not None and x.requires_grad for x in (mask, sinks)))
+    if needs_grad or torch._C._functorch.peek_interpreter_stack() is not None:      # inside a transform of torch.func
+        return _Attention.apply(q, k, v, mask, sinks, seed, rules)[0]
+    return _forward(q, k, v, mask, sinks, seed, rules, False)[0]
+
+
+def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
+    """(B, H, Lq, Lk), without gradients and before dropout; otherwise as `attend`."""
+    problem = _problem(q, k, v, mask, sinks, None, rules._replace(dropout=0.0))
+    return torch.from_numpy(capture.fill(capture.choose(capture.Capture(), problem), problem, AUTO, threads.resolve(None)))
 
 
 @contextmanager
@@ -130,20 +145,23 @@ def patch() -> Iterator[None]:
 
 # -------------------------------------------------------------------------------------------------- what comes in
 
-def _not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
     """Why PyTorch must compute it, if it must."""
+    dtype = None
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
-        if x.dtype not in _TYPES or x.device.type != "cpu" or x.layout is not torch.strided or x.is_nested or x.ndim < 2:
+        if dtype is None:
+            dtype = x.dtype
+        if x.dtype not in _TYPES or not x.is_cpu or x.layout is not torch.strided or x.is_nested or x.ndim < 2:
             return f"{name} must be a dense tensor of float32 or float64 on the CPU with 2 axes or more, got {_described(x)}"
-        if x.dtype is not query.dtype:
-            raise TypeError(f"{name} has dtype {x.dtype} but query has {query.dtype}")
+        if x.dtype is not dtype:
+            raise TypeError(f"{name} has dtype {x.dtype} but query has {dtype}")
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise TypeError(f"attn_mask must be a torch tensor, got {type(mask).__name__}")
-        if mask.dtype not in (torch.bool, query.dtype) or mask.device.type != "cpu" or mask.layout is not torch.strided:
-            return f"attn_mask must be a dense tensor of bool or {query.dtype} on the CPU, got {_described(mask)}"
+        if mask.dtype not in (torch.bool, dtype) or not mask.is_cpu or mask.layout is not torch.strided:
+            return f"attn_mask must be a dense tensor of bool or {dtype} on the CPU, got {_described(mask)}"
     return None
 
 
@@ -153,16 +171,15 @@ def _described(x: Tensor) -> str:
 
 def _in_four_axes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool
-) -> tuple[tuple[int, ...] | None, tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """Views (B, H, length, width), the mask with 4 axes; and the result's axes before the last two, where they are not two."""
-    tensors: tuple[Tensor, ...] = query, key, value
-    if query.ndim == key.ndim == value.ndim == 4 and query.shape[0] == key.shape[0] == value.shape[0] and (
-            grouped or query.shape[1] == key.shape[1] == value.shape[1]):
+) -> tuple[tuple[int, ...] | None, Tensor, Tensor, Tensor, Tensor | None]:
+    """The result's axes before the last two, where they are not two; views (B, H, length, width); the mask with 4 axes."""
+    of_q, of_k, of_v = query.shape, key.shape, value.shape
+    if len(of_q) == len(of_k) == len(of_v) == 4 and of_q[0] == of_k[0] == of_v[0] and (grouped or of_q[1] == of_k[1] == of_v[1]):
         if mask is not None and mask.ndim != 4:
             mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-        return None, (query, key, value), mask
-    axes = max(x.ndim for x in tensors)
-    tensors = tuple(x.reshape((1,) * (axes - x.ndim) + tuple(x.shape)) for x in tensors)
+        return None, query, key, value, mask
+    axes = max(len(of_q), len(of_k), len(of_v))
+    tensors = [x.reshape((1,) * (axes - x.ndim) + tuple(x.shape)) for x in (query, key, value)]
     heads = [x.shape[-3:-2] for x in tensors]
     if not (grouped and axes > 2):
         heads = [torch.broadcast_shapes(*heads)] * 3
@@ -174,49 +191,64 @@ def _in_four_axes(
             mask = mask.expand(*before, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
     q, k, v = (x.expand(*before, *h, *x.shape[-2:]).reshape(before.numel(), h.numel(), *x.shape[-2:])
                for x, h in zip(tensors, heads, strict=True))
-    return tuple(leading), (q, k, v), mask
+    return tuple(leading), q, k, v, mask
 
 
 # ------------------------------------------------------------------------------------------------------ what is computed
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float,
-             seed: Tensor | None) -> Problem:
-    of_mask = None
-    if mask is not None:
-        of_mask = mask.detach().numpy()
-        if mask.dtype is torch.bool:        # of what is repeated by a stride of 0, one
-            of_mask = ~of_mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in of_mask.strides)]
-    rules = Rules(mask=of_mask, is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=dropout,
-                  seed=None if seed is None else int(seed))
+def _array(x: Tensor) -> np.ndarray:
+    return x.detach().numpy() if x.requires_grad else x.numpy()
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules) -> Problem:
+    if mask is not None or sinks is not None or seed is not None:
+        of_mask = None
+        if mask is not None:
+            of_mask = _array(mask)
+            if mask.dtype is torch.bool:        # of what is repeated by a stride of 0, one
+                of_mask = ~of_mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in of_mask.strides)]
+        rules = rules._replace(mask=of_mask, sinks=None if sinks is None else _array(sinks), seed=None if seed is None else int(seed))
     # without a look at the values of a mask: it is torch's, and means what torch says
-    return validate.attention_problem(q.detach().numpy(), k.detach().numpy(), v.detach().numpy(), "BHLD", rules, values=False)
+    return validate.attention_problem(_array(q), _array(k), _array(v), "BHLD", rules, values=False)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float,
-             seed: Tensor | None, need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    problem = _problem(q, k, v, mask, is_causal, scale, dropout, seed)
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules,
+             need_lse: bool) -> tuple[Tensor, Tensor | None]:
+    problem = _problem(q, k, v, mask, sinks, seed, rules)
     B, H, _, Lq, _, _, Dv = problem.shape
-    out = np.empty((B, H, Lq, Dv), problem.dtype)
+    out = np.empty((B, Lq, H, Dv), problem.dtype)       # as torch's own lies: what projects it next takes rows of all heads
     lse = np.empty((B, H, Lq), problem.dtype) if need_lse else None
-    algorithms.forward(choose(problem, AUTO)[0], problem, out, lse, None, threads.resolve(None))
-    return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse)
+    algorithms.forward(choose(problem, AUTO)[0], problem, out.transpose(0, 2, 1, 3), lse, None, threads.resolve(None))
+    return torch.from_numpy(out).transpose(1, 2), None if lse is None else torch.from_numpy(lse)
 
 
-def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, is_causal: bool,
-              scale: float | None, dropout: float, seed: Tensor | None, need_mask_grad: bool) -> list[Tensor]:
-    problem = _problem(q, k, v, mask, is_causal, scale, dropout, seed)
-    B, H, Hkv, Lq, Lk, D, Dv = problem.shape
-    grads = algorithms.empty_together([(B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv)], problem.dtype)
-    grad_mask = np.empty(mask.shape, problem.dtype) if need_mask_grad and mask is not None else None
-    of_out = validate.usable(grad_out.detach().numpy())[0]
-    algorithms.backward(choose(problem, AUTO, backward=True)[0], problem, out.detach().numpy(), lse.detach().numpy(), of_out,
-                        grads[0], grads[1], grads[2], threads.resolve(None), grad_mask)
-    return [torch.from_numpy(x) for x in (*grads, *([] if grad_mask is None else [grad_mask]))]
+def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, sinks: Tensor | None,
+              seed: Tensor | None, rules: Rules, need_mask_grad: bool) -> list[Tensor]:
+    """Gradients of q, k, v, then of the mask, if that is wanted, then of the sinks, if there are any."""
+    problem = _problem(q, k, v, mask, sinks, seed, rules)
+    by_length = [_by_length(x) for x in (q, k, v)]      # so do the gradients lie, which torch then adds up and reshapes
+    grads = algorithms.empty_together([_swapped(x.shape) if s else x.shape for x, s in zip((q, k, v), by_length, strict=True)],
+                                      problem.dtype)
+    of_q, of_k, of_v = (x.transpose(0, 2, 1, 3) if s else x for x, s in zip(grads, by_length, strict=True))
+    of_mask = np.empty(mask.shape, problem.dtype) if need_mask_grad and mask is not None else None
+    of_out = validate.usable(_array(grad_out))[0]
+    of_sinks = algorithms.backward(choose(problem, AUTO, backward=True)[0], problem, validate.usable(_array(out))[0], _array(lse), of_out,
+                                   of_q, of_k, of_v, threads.resolve(None), of_mask)
+    return [torch.from_numpy(x) for x in (of_q, of_k, of_v, of_mask, of_sinks) if x is not None]
+
+
+def _by_length(x: Tensor) -> bool:
+    """Whether the heads of a token lie side by side."""
+    return x.stride(1) < x.stride(2)
+
+
+def _swapped(shape: Sequence[int]) -> tuple[int, int, int, int]:
+    return shape[0], shape[2], shape[1], shape[3]
 
 
 def _joined(n: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...], tensors: int) -> list[Any]:
     """Arguments of a call that torch.func.vmap maps n times, as those of one: the axis joins the batch, in the first `tensors` of
-    them and in the mask, which is the next."""
+    them and in the mask, which is the next. Sinks, the seed and the rules follow."""
     B = next(x.shape[0] if d is None else x.movedim(d, 0).shape[1] for x, d in zip(args, in_dims, strict=False))
     joined = list(args)
     for i, (x, d) in enumerate(zip(args, in_dims, strict=True)):
@@ -225,6 +257,11 @@ def _joined(n: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...], tens
         each = x.expand(n, *x.shape) if d is None else x.movedim(d, 0)
         if i < tensors or each.shape[1] != 1 or d is not None:
             joined[i] = each.expand(n, B, *each.shape[2:]).reshape(n * B, *each.shape[2:])
+    if args[tensors + 1] is not None:
+        raise NotImplementedError("fastmha.torch maps no sinks by torch.func.vmap")
+    rules = args[tensors + 3]
+    if rules.key_ranges is not None:
+        joined[tensors + 3] = rules._replace(key_ranges=tuple(np.tile(x, n) for x in rules.key_ranges))
     return joined
 
 
@@ -236,33 +273,39 @@ class _Attention(torch.autograd.Function):
     """(out, lse), in eager mode, where an operator of torch.library would cost more than a small call."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return _forward(*args, True)
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules) -> Any:
+        return _forward(q, k, v, mask, sinks, seed, rules, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, mask, *rules, seed = inputs
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, k, v, mask, *output, seed)
-        ctx.rules = rules
+        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.rules = inputs[6]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
-        q, k, v, mask, out, lse, seed = ctx.saved_tensors
-        grads = _Gradient.apply(grad_out, q, k, v, out, lse, mask, *ctx.rules, seed, ctx.needs_input_grad[3])
-        return (*grads, *[None] * (8 - len(grads)))
+        q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
+        grads = _Gradient.apply(grad_out, q, k, v, out, lse, mask, sinks, seed, ctx.rules, ctx.needs_input_grad[3])
+        return (*_of_operands(grads, sinks), None, None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         return _split(info.batch_size, _Attention.apply(*_joined(info.batch_size, in_dims, args, 3)))
 
 
+def _of_operands(grads: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, mask and sinks from those that `_backward` gives."""
+    of_mask = grads[3] if len(grads) == 5 or (len(grads) == 4 and sinks is None) else None
+    return *grads[:3], of_mask, None if sinks is None else grads[-1]
+
+
 class _Gradient(torch.autograd.Function):
-    """Of q, k, v and, if it is wanted, the mask. A function of its own, for torch.func."""
+    """What `_backward` gives. A function of its own, for torch.func."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return tuple(_backward(*args))
+    def forward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+                sinks: Tensor | None, seed: Tensor | None, rules: Rules, need_mask_grad: bool) -> Any:
+        return tuple(_backward(grad_out, q, k, v, out, lse, mask, sinks, seed, rules, need_mask_grad))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -291,45 +334,63 @@ def _refused(ctx: Any, *grads: Any) -> Any:
 
 # --------------------------------------------------------------- as operators, for what looks at a program before it runs
 
-_RULES = "Tensor? mask, bool is_causal, float? scale, float dropout, Tensor? seed"
+_SCHEMA = ("Tensor? mask, Tensor? sinks, Tensor? seed, bool is_causal, int? offset, int? left, int? right, float? scale, "
+           "float? softcap, float dropout")
+
+
+def _flat(rules: Rules) -> tuple[Any, ...]:
+    if rules.key_ranges is not None:
+        raise NotImplementedError("fastmha.torch compiles no key_ranges: let a mask remove these keys")
+    left, right = rules.window or (None, None)
+    return rules.is_causal, rules.offset, left, right, rules.scale, rules.softcap, rules.dropout
+
+
+def _from_flat(is_causal: bool, offset: int | None, left: int | None, right: int | None, scale: float | None, softcap: float | None,
+               dropout: float) -> Rules:
+    window = None if left is None and right is None else (left, right)
+    return Rules(is_causal=is_causal, offset=offset, window=window, scale=scale, softcap=softcap, dropout=dropout)
 
 
 @torch.library.custom_op("fastmha::attention", mutates_args=(),
-                         schema=f"(Tensor q, Tensor k, Tensor v, {_RULES}) -> (Tensor, Tensor)")
-def _operator(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, dropout: float,
-              seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    out, lse = _forward(q, k, v, mask, is_causal, scale, dropout, seed, True)
+                         schema=f"(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor, Tensor)")
+def _operator(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+              *flat: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(q, k, v, mask, sinks, seed, _from_flat(*flat), True)
     assert lse is not None
     return out, lse
 
 
 @torch.library.custom_op(
     "fastmha::attention_backward", mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_RULES}, bool need_mask_grad) -> Tensor[]")
+    schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SCHEMA}, bool need_mask_grad) -> Tensor[]")
 def _backward_operator(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-                       is_causal: bool, scale: float | None, dropout: float, seed: Tensor | None,
-                       need_mask_grad: bool) -> list[Tensor]:
-    return _backward(grad_out, q, k, v, out.contiguous(), lse.contiguous(), mask, is_causal, scale, dropout, seed, need_mask_grad)
+                       sinks: Tensor | None, seed: Tensor | None, *flat: Any) -> list[Tensor]:
+    return _backward(grad_out, q, k, v, out, lse.contiguous(), mask, sinks, seed, _from_flat(*flat[:-1]), flat[-1])
 
 
 @_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
+def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*_swapped(q.shape)[:3], v.shape[3])).transpose(1, 2), q.new_empty(q.shape[:3])
 
 
 @_backward_operator.register_fake
-def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
-      *rules: Any) -> list[Tensor]:
-    like = [q, k, v, *([mask] if rules[-1] and mask is not None else [])]
-    return [x.new_empty(x.shape) for x in like]
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, sinks: Tensor | None,
+      *more: Any) -> list[Tensor]:
+    grads = [x.new_empty(_swapped(x.shape)).transpose(1, 2) if _by_length(x) else x.new_empty(x.shape) for x in (q, k, v)]
+    return grads + [x.new_empty(x.shape) for x in (mask if more[-1] else None, sinks) if x is not None]
+
+
+def _remembered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:6], *output)
+    ctx.flat = inputs[6:]
 
 
 def _differentiated(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
-    q, k, v, mask, out, lse, seed = ctx.saved_tensors
-    grads = torch.ops.fastmha.attention_backward(grad_out, q, k, v, out, lse, mask, *ctx.rules, seed, ctx.needs_input_grad[3])
-    return (*grads, *[None] * (8 - len(grads)))
+    q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
+    grads = torch.ops.fastmha.attention_backward(grad_out, q, k, v, out, lse, mask, sinks, seed, *ctx.flat, ctx.needs_input_grad[3])
+    return (*_of_operands(grads, sinks), None, *[None] * len(ctx.flat))
 
 
-_operator.register_autograd(_differentiated, setup_context=_Attention.setup_context)
+_operator.register_autograd(_differentiated, setup_context=_remembered)
 _backward_operator.register_autograd(_refused)
-

@@ -1,0 +1,315 @@
+"""fastmha.transformers: the eager attention of each model is the oracle, for random weights."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason='needs torch: pip install "fastmha[torch]"')
+transformers = pytest.importorskip("transformers", reason='needs transformers: pip install "fastmha[transformers]"')
+
+import fastmha.transformers as face  # noqa: E402
+from fastmha import reference  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")      # what transformers warns of is its own affair
+transformers.logging.set_verbosity_error()
+face.register()
+
+VOCABULARY, LENGTH = 96, 11
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+WIDE = GROUPED | {"head_dim": 16}
+DECODERS = {
+    "llama": GROUPED,
+    "mistral": GROUPED | {"sliding_window": 4},
+    "mixtral": GROUPED | {"num_local_experts": 2, "sliding_window": 5},
+    "qwen2": GROUPED,
+    "qwen3": WIDE,
+    "gemma": WIDE,
+    "gemma2": WIDE | {"sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": WIDE | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2,
+             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt_neox": SMALL,
+    "gpt_oss": WIDE | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4,
+                       "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": GROUPED,
+    "olmo2": GROUPED,
+    "cohere": GROUPED,
+    "opt": {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 32, "init_std": 0.2, "pad_token_id": 0, "bos_token_id": 1,
+            "eos_token_id": 2},
+}  # fmt: skip
+ENCODERS = {
+    "bert": SMALL,
+    "roberta": SMALL,
+    "modernbert": SMALL | {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2},
+}
+PAIRS = {
+    "t5": {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
+           "eos_token_id": 2, "decoder_start_token_id": 0, "initializer_factor": 2.0, "dropout_rate": 0.0},
+    "bart": {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "init_std": 0.2,
+             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0,
+             "forced_eos_token_id": 2},
+}  # fmt: skip
+
+
+def build(name, implementation):
+    kind, settings = next((k, of[name]) for k, of in ((transformers.AutoModelForCausalLM, DECODERS), (transformers.AutoModel, ENCODERS),
+                                                      (transformers.AutoModelForSeq2SeqLM, PAIRS)) if name in of)
+    config = transformers.AutoConfig.for_model(name, **settings)
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("sinks", "relative_attention_bias.weight")):
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = build(name, "eager"), build(name, "fastmha")
+        return made[name]
+
+    return of
+
+
+def batch(padding, rows=3):
+    ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=torch.Generator().manual_seed(2))
+    if padding == "none":
+        return {"input_ids": ids}
+    counts = torch.tensor([LENGTH, 4, 7])[:rows, None]
+    places = torch.arange(LENGTH)
+    valid = places < counts if padding == "right" else places >= LENGTH - counts
+    return {"input_ids": torch.where(valid, ids, 0), "attention_mask": valid.long()}
+
+
+def close(ours, theirs, tolerance=2e-5):
+    assert (ours - theirs).abs().max() <= tolerance * max(1, theirs.abs().max())
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The masks that have been written out."""
+    made = []
+    dense = face._written_out
+    monkeypatch.setattr(face, "_written_out", lambda said: made.append(said) or dense(said))
+    return made
+
+
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_outputs_without_a_mask_of_all_pairs(name, padding, models, written):
+    inputs = batch(padding)
+    valid = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    with torch.no_grad():
+        eager, ours = (model(**inputs) for model in models(name))
+    close(ours[0][valid], eager[0][valid])
+    assert not written
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_outputs_of_encoder_and_decoder(name, padding, models, written):
+    inputs = batch(padding) | {"decoder_input_ids": batch("none")["input_ids"][:, :5]}
+    with torch.no_grad():
+        eager, ours = (model(**inputs) for model in models(name))
+    close(ours.logits, eager.logits)
+    assert not written
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS, *PAIRS])
+def test_gradients_of_a_training_step(name, padding, models):
+    inputs = batch(padding)
+    if name in PAIRS:
+        inputs["decoder_input_ids"] = batch("none")["input_ids"][:, :5]
+    grads = []
+    for model in models(name):
+        model.zero_grad()
+        out = model(**inputs)[0]
+        if "attention_mask" in inputs and name not in PAIRS:
+            out = out[inputs["attention_mask"].bool()]
+        (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    largest = max(g.abs().max() for g in grads[0].values())
+    for key, theirs in grads[0].items():
+        assert (grads[1][key] - theirs).abs().max() <= 2e-5 * largest, key
+
+
+@pytest.mark.parametrize("how", ["greedy", "padded", "beams", "static", "padded static", "sampled"])
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+def test_generated_tokens(name, how, models):
+    if "static" in how and not models(name)[0]._can_compile_fullgraph:
+        inputs = None       # transformers has no static cache for it
+        with pytest.raises(ValueError, match="(?i)static"):
+            models(name)[0].generate(**batch("none"), max_new_tokens=2, cache_implementation="static")
+        return
+    inputs = batch(("right" if name in PAIRS else "left") if "padded" in how else "none")
+    settings = {"max_new_tokens": 9, "do_sample": how == "sampled", "disable_compile": True, "num_beams": 3 if how == "beams" else 1}
+    if "static" in how:
+        settings["cache_implementation"] = "static"
+    tokens = []
+    for model in models(name):
+        torch.manual_seed(3)
+        tokens.append(model.generate(**inputs, **settings))
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "t5"])
+def test_weights_on_request(name, models):
+    inputs = batch("right") | ({"decoder_input_ids": batch("none")["input_ids"][:, :5]} if name in PAIRS else {})
+    with torch.no_grad():
+        eager, ours = (model(**inputs, output_attentions=True) for model in models(name))
+    keys = [key for key in eager if key.endswith("attentions")]
+    assert keys
+    for key in keys:
+        for theirs, mine in zip(eager[key], ours[key], strict=True):
+            close(mine, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
+def test_other_dtypes(name, dtype, models):
+    inputs = batch("none") | ({"decoder_input_ids": batch("none")["input_ids"][:, :5]} if name in PAIRS else {})
+    exact = models(name)[0]
+    with torch.no_grad():
+        ours = build(name, "fastmha").to(dtype)(**inputs).logits
+        expected = exact(**inputs).logits
+    assert ours.dtype is dtype
+    close(ours.float(), expected, {torch.bfloat16: 0.15, torch.float16: 0.02, torch.float64: 2e-5}[dtype])
+
+
+def test_dropout_in_training(models):
+    config = transformers.AutoConfig.for_model("bert", **SMALL, attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="fastmha").train()
+    inputs = batch("right")
+    torch.manual_seed(1)
+    first, other = model(**inputs)[0], model(**inputs)[0]
+    torch.manual_seed(1)
+    assert torch.equal(model(**inputs)[0], first)
+    assert not torch.equal(first, other)
+
+
+# --------------------------------------------------------------------------------------------------------- the masks
+
+FUNCTIONS = {
+    "causal": transformers.masking_utils.causal_mask_function,
+    "bidirectional": transformers.masking_utils.bidirectional_mask_function,
+    "window": transformers.masking_utils.sliding_window_causal_mask_function(3),
+    "both ways": transformers.masking_utils.sliding_window_bidirectional_mask_function(2),
+}
+VALID = {
+    "none": None,
+    "right": [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]],
+    "left": [[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]],
+    "gaps": [[1, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1]],
+    "nothing": [[0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0]],
+    "short": [[0, 1, 1, 1], [1, 1, 1, 0]],
+}
+
+
+@pytest.mark.parametrize(("function", "valid"), itertools.product(FUNCTIONS, VALID))
+@pytest.mark.parametrize(("q_length", "q_offset", "kv_offset"), [(6, 0, 0), (1, 5, 0), (3, 2, 0), (2, 6, 2), (6, torch.tensor(0), 0)], ids=str)
+def test_a_pattern_says_what_the_written_mask_says(function, valid, q_length, q_offset, kv_offset):
+    said = {"batch_size": 2, "q_length": q_length, "kv_length": 6, "q_offset": q_offset, "kv_offset": kv_offset,
+            "mask_function": FUNCTIONS[function], "attention_mask": None if VALID[valid] is None else torch.tensor(VALID[valid]).bool()}
+    made = face.mask(**said)
+    assert isinstance(made, face.Mask)
+    expected = transformers.masking_utils.sdpa_mask(**said, allow_is_causal_skip=False)
+    pattern = made.pattern
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 1, n, 4)) for n in (q_length, 6, 6))
+    removed = None if pattern.keys is None else ~pattern.keys.numpy()
+    ours = reference.attention(q, k, v, mask=removed, is_causal=pattern.is_causal, window=pattern.window, offset=pattern.offset,
+                               key_ranges=pattern.key_ranges)
+    np.testing.assert_allclose(ours, reference.attention(q, k, v, mask=~expected.numpy()), rtol=0, atol=1e-14)
+    assert made.shape == expected.shape == (2, 1, q_length, 6)
+    for look in (lambda x: x.sum(), lambda x: x[:, :, :1], lambda x: torch.where(x, 1.0, 0.0), lambda x: ~x, lambda x: x.clone(),
+                 lambda x: torch.cat([x, x]), lambda x: x.to(torch.float32), lambda x: x & True):
+        assert type(look(made)) is torch.Tensor
+        assert torch.equal(look(made), look(expected))
+
+
+def test_other_patterns_are_written_out():
+    function = transformers.masking_utils.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int64))
+    said = {"batch_size": 1, "q_length": 5, "kv_length": 5, "mask_function": function}
+    assert type(face.mask(**said)) is torch.Tensor
+    assert torch.equal(face.mask(**said), transformers.masking_utils.sdpa_mask(**said, allow_is_causal_skip=False))
+
+
+def heads(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_masks_of_the_users_own(models):
+    """Of four axes, which transformers hands on: of bool and of floats, with a gap."""
+    ids = batch("none")["input_ids"]
+    allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    allowed[5:, 2] = False
+    added = torch.zeros(LENGTH, LENGTH).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    eager, ours = models("llama")
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=added[None, None].expand(3, 1, -1, -1)).logits
+        for mask in (added, allowed):
+            close(ours(ids, attention_mask=mask[None, None].expand(3, 1, -1, -1)).logits, expected)
+
+
+def test_a_mask_of_another_length_is_refused():
+    made = face.mask(batch_size=1, q_length=3, kv_length=3)
+    with pytest.raises(ValueError, match=r"^attention_mask is one of 3 queries and 3 keys, but there are 3 and 4$"):
+        face.attention(torch.nn.Module(), heads(1, 1, 3, 4), heads(1, 1, 4, 4), heads(1, 1, 4, 4), made)
+
+
+def test_keys_that_are_not_there_are_not_counted():
+    made = face.mask(batch_size=1, q_length=3, kv_length=6, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]).bool())
+    q, k = heads(1, 1, 3, 4), heads(1, 1, 4, 4)
+    out, _ = face.attention(torch.nn.Module(), q, k, k, made)
+    close(out, torch.nn.functional.scaled_dot_product_attention(q, k, k, made.clone()[..., :4]).transpose(1, 2).nan_to_num(), 1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------- register
+
+@pytest.mark.parametrize("name", ["", "a/b", "a:b", "paged|x", "flash_mha"])
+def test_names_of_other_kernels_are_refused(name):
+    with pytest.raises(ValueError, match=r'^name must have none of "/"'):
+        face.register(name)
+
+
+def test_names_that_are_taken_are_refused():
+    for name in ("eager", "sdpa", "flex_attention"):
+        with pytest.raises(ValueError, match="is that of an implementation which transformers has already$"):
+            face.register(name)
+    with pytest.raises(TypeError, match="^name must be a str, got int$"):
+        face.register(3)
+
+
+def test_registered_twice_and_under_another_name(models):
+    face.register()
+    face.register("mine")
+    model = build("llama", "mine")
+    with torch.no_grad():
+        close(model(**batch("left")).logits[0], models("llama")[0](**batch("left")).logits[0])
+
+
+def test_other_devices_are_refused():
+    x = heads(1, 1, 3, 4).to("meta")
+    with pytest.raises(TypeError, match="^query must be .* on meta: attn_implementation of Module is fastmha's$"):
+        face.attention(torch.nn.Module(), x, x, x, None)
+
+
+def test_compiled_with_written_masks(models):
+    model = models("llama")[1]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        close(compiled(**batch("none")).logits, model(**batch("none")).logits)
