@@ -29,6 +29,7 @@ __all__ = ["patch", "scaled_dot_product_attention"]
 
 _TYPES = {torch.float32, torch.float64}
 _REAL = {Tensor, torch.nn.Parameter}
+_STRIDED = torch.strided
 _torchs_own: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
 _said: set[str] = set()
 
@@ -102,10 +103,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rules.dropout else None
     if torch.compiler.is_compiling() or type(q) not in _REAL:       # also a tensor that is a shape alone
         return torch.ops.fastmha.attention(q, k, v, mask, sinks, seed, *_flat(rules))[0]
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or any(
-        x is not None and x.requires_grad for x in (mask, sinks)))
-    if needs_grad or torch._C._functorch.peek_interpreter_stack() is not None:      # inside a transform of torch.func
+    if torch._C._functorch.peek_interpreter_stack() is not None:        # inside a transform of torch.func
         return _Attention.apply(q, k, v, mask, sinks, seed, rules)[0]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+                                    or (mask is not None and mask.requires_grad) or (sinks is not None and sinks.requires_grad)):
+        return _Eager.apply(q, k, v, mask, sinks, seed, rules)
     return _forward(q, k, v, mask, sinks, seed, rules, False)[0]
 
 
@@ -147,20 +149,26 @@ def patch() -> Iterator[None]:
 
 def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
     """Why PyTorch must compute it, if it must."""
+    if type(query) is type(key) is type(value) is Tensor and mask is None:      # as below, sooner
+        dtype = query.dtype
+        if (dtype in _TYPES and key.dtype is dtype and value.dtype is dtype and query.is_cpu and key.is_cpu and value.is_cpu
+                and query.layout is key.layout is value.layout is _STRIDED and query.dim() > 1 and key.dim() > 1 and value.dim() > 1
+                and not (query.is_nested or key.is_nested or value.is_nested)):
+            return None
     dtype = None
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
         if dtype is None:
             dtype = x.dtype
-        if x.dtype not in _TYPES or not x.is_cpu or x.layout is not torch.strided or x.is_nested or x.ndim < 2:
+        if x.dtype not in _TYPES or not x.is_cpu or x.layout is not _STRIDED or x.is_nested or x.ndim < 2:
             return f"{name} must be a dense tensor of float32 or float64 on the CPU with 2 axes or more, got {_described(x)}"
         if x.dtype is not dtype:
             raise TypeError(f"{name} has dtype {x.dtype} but query has {dtype}")
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise TypeError(f"attn_mask must be a torch tensor, got {type(mask).__name__}")
-        if mask.dtype not in (torch.bool, dtype) or not mask.is_cpu or mask.layout is not torch.strided:
+        if mask.dtype not in (torch.bool, dtype) or not mask.is_cpu or mask.layout is not _STRIDED:
             return f"attn_mask must be a dense tensor of bool or {dtype} on the CPU, got {_described(mask)}"
     return None
 
@@ -216,10 +224,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
              need_lse: bool) -> tuple[Tensor, Tensor | None]:
     problem = _problem(q, k, v, mask, sinks, seed, rules)
     B, H, _, Lq, _, _, Dv = problem.shape
-    out = np.empty((B, Lq, H, Dv), problem.dtype)       # as torch's own lies: what projects it next takes rows of all heads
+    # as torch's own lies: what projects it next takes rows of all heads
+    out = np.empty((B, Lq, H, Dv), problem.dtype).transpose(0, 2, 1, 3)
     lse = np.empty((B, H, Lq), problem.dtype) if need_lse else None
-    algorithms.forward(choose(problem, AUTO)[0], problem, out.transpose(0, 2, 1, 3), lse, None, threads.resolve(None))
-    return torch.from_numpy(out).transpose(1, 2), None if lse is None else torch.from_numpy(lse)
+    algorithms.forward(choose(problem, AUTO)[0], problem, out, lse, None, threads.resolve(None))
+    return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse)
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, sinks: Tensor | None,
@@ -269,8 +278,27 @@ def _split(n: int, results: Any) -> tuple[Any, Any]:
     return tuple(x.reshape(n, -1, *x.shape[1:]) for x in results), (0,) * len(results)
 
 
+class _Eager(torch.autograd.Function):
+    """What `attend` returns where no program is looked at or transformed: either costs many times a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,  # type: ignore[override]
+                rules: Rules) -> Tensor:
+        out, lse = _forward(q, k, v, mask, sinks, seed, rules, True)
+        ctx.save_for_backward(q, k, v, mask, sinks, seed, out, lse)
+        ctx.rules = rules
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
+        q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
+        run = _Gradient.apply if torch.is_grad_enabled() else _backward      # with create_graph=True
+        grads = run(grad_out, q, k, v, out, lse, mask, sinks, seed, ctx.rules, ctx.needs_input_grad[3])
+        return (*_of_operands(grads, sinks), None, None)
+
+
 class _Attention(torch.autograd.Function):
-    """(out, lse), in eager mode, where an operator of torch.library would cost more than a small call."""
+    """(out, lse), for torch.func."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules) -> Any:

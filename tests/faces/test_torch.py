@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch", reason='needs torch: pip install "fastmha[t
 
 import fastmha.torch as face  # noqa: E402
 from fastmha import reference  # noqa: E402
+from fastmha.validate import Rules  # noqa: E402
 
 own = torch.nn.functional.scaled_dot_product_attention
 sdpa = face.scaled_dot_product_attention
@@ -239,8 +240,63 @@ def test_compiled_whole(case, draw):
 
 def test_operators_pass_torchs_own_checks(draw):
     q, k, v = operands(draw)
-    torch.library.opcheck(face._operator, (q, k, v, None, False, None, 0.0, None))
-    torch.library.opcheck(face._operator, (q, k, v, draw(1, 1, L, S), False, 0.3, 0.0, None))
+    plain = False, None, None, None, None, None, 0.0
+    torch.library.opcheck(face._operator, (q, k, v, None, None, None, *plain))
+    torch.library.opcheck(face._operator, (draw(B, L, H, E, grad=False).transpose(1, 2).requires_grad_(), k, v, None, None, None, *plain))
+    torch.library.opcheck(face._operator, (q, k, v, draw(1, 1, L, S), draw(H), None, True, 2, 3, None, 0.3, 2.0, 0.0))
+
+
+# ------------------------------------------------------------------------------- what other faces ask for beside torch's own
+
+RULES = {
+    "softcap": {"softcap": 0.5},
+    "window": {"window": (1, 2), "offset": 1},
+    "causal window": {"is_causal": True, "window": (2, None), "offset": 2},
+    "ranges": {"key_ranges": (np.array([0, 3]), np.array([5, 9]))},
+}
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("case", RULES)
+def test_rules_and_sinks_have_their_gradients(case, with_sinks, draw):
+    q, k, v, sinks, mask = draw(2, 2, 3, 4), draw(2, 1, 9, 4), draw(2, 1, 9, 3), draw(2), draw(1, 1, 3, 9)
+    rules = Rules(**RULES[case])
+
+    def f(q, k, v, sinks, mask):
+        return face.attend(q, k, v, mask, sinks if with_sinks else None, rules)
+
+    tensors = q, k, v, sinks, mask
+    assert torch.autograd.gradcheck(lambda *x: f(*x), tensors)
+    grad = torch.autograd.grad(f(*tensors).square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+    arrays = [x.detach().numpy() for x in tensors]
+    expected = reference.attention(*arrays[:3], mask=arrays[4], sinks=arrays[3] if with_sinks else None,
+                                   **RULES[case])
+    close(f(*tensors).detach(), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("case", ["softcap", "window", "causal window"])
+def test_rules_and_sinks_compiled_whole(case, draw):
+    tensors = *operands(draw), draw(H)
+
+    def f(q, k, v, sinks):
+        return face.attend(q, k, v, None, sinks, Rules(**RULES[case])).sin()
+
+    results = [[x, *torch.autograd.grad(x.sum(), tensors)] for x in
+               (g(*tensors) for g in (f, torch.compile(f, fullgraph=True, backend="aot_eager")))]
+    for mine, compiled in zip(*results, strict=True):
+        close(compiled, mine)
+
+
+def test_ranges_of_keys_are_mapped_with_the_batch(draw):
+    q, k, v = draw(3, B, H, L, E), draw(B, H, S, E), draw(B, H, S, Ev)
+    rules = Rules(key_ranges=(np.array([0, 3]), np.array([5, 9])))
+    mapped = torch.func.vmap(lambda x: face.attend(x, k, v, None, None, rules))(q)
+    close(mapped, torch.stack([face.attend(x, k, v, None, None, rules) for x in q]))
+    sinks = draw(H)
+    with pytest.raises(NotImplementedError, match="maps no sinks"):
+        torch.func.vmap(lambda x: face.attend(x, k, v, None, sinks, rules))(q)
 
 
 # -------------------------------------------------------------------------------------------------------- patch, fallback

@@ -172,21 +172,26 @@ def test_weights_on_request(name, models):
         eager, ours = (model(**inputs, output_attentions=True) for model in models(name))
     keys = [key for key in eager if key.endswith("attentions")]
     assert keys
+    valid = inputs["attention_mask"].bool()
     for key in keys:
         for theirs, mine in zip(eager[key], ours[key], strict=True):
+            if mine.shape[2] == LENGTH:     # rows of padding may have nothing to attend: zeros here, one over all keys there
+                mine, theirs = mine.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid]
             close(mine, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5"])
-def test_other_dtypes(name, dtype, models):
+def test_other_dtypes_err_no_more_than_eager(name, dtype, models):
+    if (name, dtype) == ("gpt_oss", torch.float64):
+        dtype = torch.float32       # PyTorch has no grouped product of its experts in float64
     inputs = batch("none") | ({"decoder_input_ids": batch("none")["input_ids"][:, :5]} if name in PAIRS else {})
-    exact = models(name)[0]
     with torch.no_grad():
-        ours = build(name, "fastmha").to(dtype)(**inputs).logits
-        expected = exact(**inputs).logits
+        exact = models(name)[0](**inputs).logits
+        eager, ours = (build(name, implementation).to(dtype)(**inputs).logits for implementation in ("eager", "fastmha"))
     assert ours.dtype is dtype
-    close(ours.float(), expected, {torch.bfloat16: 0.15, torch.float16: 0.02, torch.float64: 2e-5}[dtype])
+    error, bound = ((x.double() - exact).abs().mean() for x in (ours, eager))
+    assert error <= 1.3 * bound + 1e-6 * exact.abs().max()
 
 
 def test_dropout_in_training(models):
@@ -218,7 +223,7 @@ VALID = {
 }
 
 
-@pytest.mark.parametrize(("function", "valid"), itertools.product(FUNCTIONS, VALID))
+@pytest.mark.parametrize(("function", "valid"), list(itertools.product(FUNCTIONS, VALID)))
 @pytest.mark.parametrize(("q_length", "q_offset", "kv_offset"), [(6, 0, 0), (1, 5, 0), (3, 2, 0), (2, 6, 2), (6, torch.tensor(0), 0)], ids=str)
 def test_a_pattern_says_what_the_written_mask_says(function, valid, q_length, q_offset, kv_offset):
     said = {"batch_size": 2, "q_length": q_length, "kv_length": 6, "q_offset": q_offset, "kv_offset": kv_offset,
