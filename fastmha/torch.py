@@ -98,8 +98,8 @@ def scaled_dot_product_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
-    """(B, H, Lq, Dv), with gradients of all tensors, from (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) that `served` has let
-    pass; mask of 4 axes as torch means it, and the rules that are no tensors as fastmha does: without mask, sinks and seed."""
+    """(B, H, Lq, Dv), with gradients of all tensors, from (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) that `not_served`
+    has nothing against; mask of 4 axes as torch means it; what else is to hold in rules, whose mask, sinks and seed are None."""
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rules.dropout else None
     if torch.compiler.is_compiling() or type(q) not in _REAL:       # also a tensor that is a shape alone
         return torch.ops.fastmha.attention(q, k, v, mask, sinks, seed, *_flat(rules))[0]
@@ -150,12 +150,12 @@ def patch() -> Iterator[None]:
 def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
     """Why PyTorch must compute it, if it must."""
     if type(query) is type(key) is type(value) is Tensor and mask is None:      # as below, sooner
-        dtype = query.dtype
-        if (dtype in _TYPES and key.dtype is dtype and value.dtype is dtype and query.is_cpu and key.is_cpu and value.is_cpu
-                and query.layout is key.layout is value.layout is _STRIDED and query.dim() > 1 and key.dim() > 1 and value.dim() > 1
+        of = query.dtype
+        if (of in _TYPES and key.dtype is of and value.dtype is of and query.is_cpu and key.is_cpu and value.is_cpu
+                and query.layout is key.layout is value.layout is _STRIDED and min(query.dim(), key.dim(), value.dim()) > 1
                 and not (query.is_nested or key.is_nested or value.is_nested)):
             return None
-    dtype = None
+    dtype: torch.dtype | None = None
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
@@ -208,14 +208,16 @@ def _array(x: Tensor) -> np.ndarray:
     return x.detach().numpy() if x.requires_grad else x.numpy()
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules) -> Problem:
+def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+             rules: Rules) -> Problem:
     if mask is not None or sinks is not None or seed is not None:
         of_mask = None
         if mask is not None:
             of_mask = _array(mask)
             if mask.dtype is torch.bool:        # of what is repeated by a stride of 0, one
                 of_mask = ~of_mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in of_mask.strides)]
-        rules = rules._replace(mask=of_mask, sinks=None if sinks is None else _array(sinks), seed=None if seed is None else int(seed))
+        rules = rules._replace(mask=of_mask, sinks=None if sinks is None else _array(sinks),
+                               seed=None if seed is None else int(seed))
     # without a look at the values of a mask: it is torch's, and means what torch says
     return validate.attention_problem(_array(q), _array(k), _array(v), "BHLD", rules, values=False)
 
@@ -231,8 +233,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
     return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse)
 
 
-def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None, sinks: Tensor | None,
-              seed: Tensor | None, rules: Rules, need_mask_grad: bool) -> list[Tensor]:
+def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+              sinks: Tensor | None, seed: Tensor | None, rules: Rules, need_mask_grad: bool) -> list[Tensor]:
     """Gradients of q, k, v, then of the mask, if that is wanted, then of the sinks, if there are any."""
     problem = _problem(q, k, v, mask, sinks, seed, rules)
     by_length = [_by_length(x) for x in (q, k, v)]      # so do the gradients lie, which torch then adds up and reshapes
@@ -240,9 +242,9 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
                                       problem.dtype)
     of_q, of_k, of_v = (x.transpose(0, 2, 1, 3) if s else x for x, s in zip(grads, by_length, strict=True))
     of_mask = np.empty(mask.shape, problem.dtype) if need_mask_grad and mask is not None else None
-    of_out = validate.usable(_array(grad_out))[0]
-    of_sinks = algorithms.backward(choose(problem, AUTO, backward=True)[0], problem, validate.usable(_array(out))[0], _array(lse), of_out,
-                                   of_q, of_k, of_v, threads.resolve(None), of_mask)
+    name, _ = choose(problem, AUTO, backward=True)
+    of_out, out_array = (validate.usable(_array(x))[0] for x in (grad_out, out))
+    of_sinks = algorithms.backward(name, problem, out_array, _array(lse), of_out, of_q, of_k, of_v, threads.resolve(None), of_mask)
     return [torch.from_numpy(x) for x in (of_q, of_k, of_v, of_mask, of_sinks) if x is not None]
 
 
@@ -282,15 +284,15 @@ class _Eager(torch.autograd.Function):
     """What `attend` returns where no program is looked at or transformed: either costs many times a small call."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,  # type: ignore[override]
-                rules: Rules) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+                rules: Rules) -> Any:
         out, lse = _forward(q, k, v, mask, sinks, seed, rules, True)
         ctx.save_for_backward(q, k, v, mask, sinks, seed, out, lse)
         ctx.rules = rules
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
         q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
         run = _Gradient.apply if torch.is_grad_enabled() else _backward      # with create_graph=True
         grads = run(grad_out, q, k, v, out, lse, mask, sinks, seed, ctx.rules, ctx.needs_input_grad[3])
@@ -301,7 +303,8 @@ class _Attention(torch.autograd.Function):
     """(out, lse), for torch.func."""
 
     @staticmethod
-    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+                rules: Rules) -> Any:
         return _forward(q, k, v, mask, sinks, seed, rules, True)
 
     @staticmethod
@@ -373,8 +376,8 @@ def _flat(rules: Rules) -> tuple[Any, ...]:
     return rules.is_causal, rules.offset, left, right, rules.scale, rules.softcap, rules.dropout
 
 
-def _from_flat(is_causal: bool, offset: int | None, left: int | None, right: int | None, scale: float | None, softcap: float | None,
-               dropout: float) -> Rules:
+def _from_flat(is_causal: bool, offset: int | None, left: int | None, right: int | None, scale: float | None,
+               softcap: float | None, dropout: float) -> Rules:
     window = None if left is None and right is None else (left, right)
     return Rules(is_causal=is_causal, offset=offset, window=window, scale=scale, softcap=softcap, dropout=dropout)
 
@@ -416,7 +419,8 @@ def _remembered(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 def _differentiated(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> Any:
     q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
-    grads = torch.ops.fastmha.attention_backward(grad_out, q, k, v, out, lse, mask, sinks, seed, *ctx.flat, ctx.needs_input_grad[3])
+    need_mask_grad = ctx.needs_input_grad[3]
+    grads = torch.ops.fastmha.attention_backward(grad_out, q, k, v, out, lse, mask, sinks, seed, *ctx.flat, need_mask_grad)
     return (*_of_operands(grads, sinks), None, *[None] * len(ctx.flat))
 
 

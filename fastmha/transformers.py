@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastmha import validate
 from fastmha.validate import Rules
 
 try:
     import torch
-    import transformers
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 except ImportError as _error:
     raise ImportError('fastmha.transformers needs PyTorch and transformers 4.56 or newer: '
@@ -62,7 +60,8 @@ def register(name: str = "fastmha") -> None:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
     if not name or any(x in name for x in "/:|") or "flash" in name:
-        raise ValueError(f'name must have none of "/", ":", "|" and "flash", by which transformers knows other kernels, got {name!r}')
+        raise ValueError('name must have none of "/", ":", "|" and "flash", by which transformers knows other kernels, '
+                         f"got {name!r}")
     if name not in _ours and (name in AttentionInterface() or name in AttentionMaskInterface()):
         raise ValueError(f"name {name!r} is that of an implementation which transformers has already")
     AttentionInterface.register(name, attention)
@@ -83,8 +82,10 @@ class Pattern(NamedTuple):
 
 
 class Mask(torch.Tensor):
-    """A mask (B, 1, Lq, Lk), True = may attend, that `attention` reads as a `Pattern`. It has the shape and the type of the one of
-    "sdpa", and becomes that one as soon as anything else looks at its elements."""
+    """A mask (B, 1, Lq, Lk), True = may attend, that `attention` reads as a `Pattern`.
+
+    It has the shape and the type of the one of "sdpa", and becomes that one as soon as anything else looks at its elements.
+    """
 
     pattern: Pattern
     said: Mapping[str, Any]
@@ -103,8 +104,9 @@ class Mask(torch.Tensor):
             return func(*_written(args), **_written(kwargs or {}))
 
 
-_OUTSIDE = {getattr(torch.Tensor, name).__get__ for name in (
-    "shape", "ndim", "dtype", "device", "layout", "is_cpu", "is_cuda", "requires_grad", "is_nested", "is_sparse", "is_meta", "is_quantized",
+_OUTSIDE = {getattr(torch.Tensor, name).__get__ for name in (       # what says nothing of the elements
+    "shape", "ndim", "dtype", "device", "layout", "is_cpu", "is_cuda", "requires_grad", "is_nested", "is_sparse", "is_meta",
+    "is_quantized",
 )} | {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.ndimension,
       torch.Tensor.is_floating_point, torch.Tensor.is_contiguous}
 
@@ -122,7 +124,9 @@ def _written(x: Any) -> Any:
 
 def _written_out(said: Mapping[str, Any]) -> Tensor:
     said = {**said, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return masking_utils.sdpa_mask(**said)
+    made = masking_utils.sdpa_mask(**said)
+    assert made is not None     # nothing may be left out
+    return made
 
 
 def mask(**said: Any) -> Tensor:
@@ -172,9 +176,11 @@ def _sides(function: Callable[..., Any]) -> tuple[int | None, int | None] | None
     if name == "sliding_window_bidirectional_overlay" and set(cells) == {"sliding_window"}:
         return int(cells["sliding_window"]), int(cells["sliding_window"])
     if name == "and_masks" and set(cells) == {"mask_functions"}:
-        sides = [_sides(part) for part in cells["mask_functions"]]
-        if None not in sides:
-            return tuple(min((s[i] for s in sides if s[i] is not None), default=None) for i in (0, 1))
+        parts = [_sides(part) for part in cells["mask_functions"]]
+        sides = [part for part in parts if part is not None]
+        if len(sides) == len(parts):
+            left, right = (min((n for n in side if n is not None), default=None) for side in zip(*sides, strict=True))
+            return left, right
     return None
 
 
@@ -191,8 +197,8 @@ def _runs(valid: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None, position_bias: Tensor | None = None,
-    s_aux: Tensor | None = None, **kwargs: Any,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
+    position_bias: Tensor | None = None, s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What a layer of a model calls: (B, Lq, H, Dv) from heads (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv); and the
     weights (B, H, Lq, Lk), where ``output_attentions`` wants them."""
@@ -219,8 +225,8 @@ def attention(
     if removed is not None and removed.ndim != 4:
         removed = removed.reshape((1,) * (4 - removed.ndim) + tuple(removed.shape))
     sinks = None if s_aux is None else s_aux.to(query.dtype)
-    rules = Rules(is_causal=pattern.is_causal, offset=pattern.offset, window=pattern.window, scale=scaling, softcap=softcap or None,
-                  key_ranges=pattern.key_ranges, dropout=float(dropout))
+    rules = Rules(is_causal=pattern.is_causal, offset=pattern.offset, window=pattern.window, scale=scaling,
+                  softcap=softcap or None, key_ranges=pattern.key_ranges, dropout=float(dropout))
     reason = face.not_served(query, key, value, removed)
     if reason:
         raise TypeError(f"{reason}: attn_implementation of {type(module).__name__} is fastmha's")

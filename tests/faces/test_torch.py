@@ -242,7 +242,8 @@ def test_operators_pass_torchs_own_checks(draw):
     q, k, v = operands(draw)
     plain = False, None, None, None, None, None, 0.0
     torch.library.opcheck(face._operator, (q, k, v, None, None, None, *plain))
-    torch.library.opcheck(face._operator, (draw(B, L, H, E, grad=False).transpose(1, 2).requires_grad_(), k, v, None, None, None, *plain))
+    across = draw(B, L, H, E, grad=False).transpose(1, 2).requires_grad_()
+    torch.library.opcheck(face._operator, (across, k, v, None, None, None, *plain))
     torch.library.opcheck(face._operator, (q, k, v, draw(1, 1, L, S), draw(H), None, True, 2, 3, None, 0.3, 2.0, 0.0))
 
 

@@ -51,15 +51,17 @@ PAIRS = {
     "t5": {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "pad_token_id": 0,
            "eos_token_id": 2, "decoder_start_token_id": 0, "initializer_factor": 2.0, "dropout_rate": 0.0},
     "bart": {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-             "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "init_std": 0.2,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64,
+             "init_std": 0.2,
              "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0,
              "forced_eos_token_id": 2},
 }  # fmt: skip
 
 
 def build(name, implementation):
-    kind, settings = next((k, of[name]) for k, of in ((transformers.AutoModelForCausalLM, DECODERS), (transformers.AutoModel, ENCODERS),
-                                                      (transformers.AutoModelForSeq2SeqLM, PAIRS)) if name in of)
+    kinds = ((transformers.AutoModelForCausalLM, DECODERS), (transformers.AutoModel, ENCODERS),
+             (transformers.AutoModelForSeq2SeqLM, PAIRS))
+    kind, settings = next((kind, of[name]) for kind, of in kinds if name in of)
     config = transformers.AutoConfig.for_model(name, **settings)
     torch.manual_seed(0)
     model = kind.from_config(config, attn_implementation=implementation).eval()
@@ -150,12 +152,12 @@ def test_gradients_of_a_training_step(name, padding, models):
 @pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
 def test_generated_tokens(name, how, models):
     if "static" in how and not models(name)[0]._can_compile_fullgraph:
-        inputs = None       # transformers has no static cache for it
-        with pytest.raises(ValueError, match="(?i)static"):
+        with pytest.raises(ValueError, match=r"(?i)static"):        # transformers has none for it
             models(name)[0].generate(**batch("none"), max_new_tokens=2, cache_implementation="static")
         return
     inputs = batch(("right" if name in PAIRS else "left") if "padded" in how else "none")
-    settings = {"max_new_tokens": 9, "do_sample": how == "sampled", "disable_compile": True, "num_beams": 3 if how == "beams" else 1}
+    settings = {"max_new_tokens": 9, "do_sample": how == "sampled", "disable_compile": True,
+                "num_beams": 3 if how == "beams" else 1}
     if "static" in how:
         settings["cache_implementation"] = "static"
     tokens = []
@@ -224,10 +226,12 @@ VALID = {
 
 
 @pytest.mark.parametrize(("function", "valid"), list(itertools.product(FUNCTIONS, VALID)))
-@pytest.mark.parametrize(("q_length", "q_offset", "kv_offset"), [(6, 0, 0), (1, 5, 0), (3, 2, 0), (2, 6, 2), (6, torch.tensor(0), 0)], ids=str)
+@pytest.mark.parametrize(("q_length", "q_offset", "kv_offset"),
+                         [(6, 0, 0), (1, 5, 0), (3, 2, 0), (2, 6, 2), (6, torch.tensor(0), 0)], ids=str)
 def test_a_pattern_says_what_the_written_mask_says(function, valid, q_length, q_offset, kv_offset):
+    padding = None if VALID[valid] is None else torch.tensor(VALID[valid]).bool()
     said = {"batch_size": 2, "q_length": q_length, "kv_length": 6, "q_offset": q_offset, "kv_offset": kv_offset,
-            "mask_function": FUNCTIONS[function], "attention_mask": None if VALID[valid] is None else torch.tensor(VALID[valid]).bool()}
+            "mask_function": FUNCTIONS[function], "attention_mask": padding}
     made = face.mask(**said)
     assert isinstance(made, face.Mask)
     expected = transformers.masking_utils.sdpa_mask(**said, allow_is_causal_skip=False)
@@ -279,7 +283,8 @@ def test_keys_that_are_not_there_are_not_counted():
     made = face.mask(batch_size=1, q_length=3, kv_length=6, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]).bool())
     q, k = heads(1, 1, 3, 4), heads(1, 1, 4, 4)
     out, _ = face.attention(torch.nn.Module(), q, k, k, made)
-    close(out, torch.nn.functional.scaled_dot_product_attention(q, k, k, made.clone()[..., :4]).transpose(1, 2).nan_to_num(), 1e-6)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, made.clone()[..., :4])
+    close(out, expected.transpose(1, 2).nan_to_num(), 1e-6)
 
 
 # ----------------------------------------------------------------------------------------------------------- register
@@ -292,9 +297,9 @@ def test_names_of_other_kernels_are_refused(name):
 
 def test_names_that_are_taken_are_refused():
     for name in ("eager", "sdpa", "flex_attention"):
-        with pytest.raises(ValueError, match="is that of an implementation which transformers has already$"):
+        with pytest.raises(ValueError, match=r"is that of an implementation which transformers has already$"):
             face.register(name)
-    with pytest.raises(TypeError, match="^name must be a str, got int$"):
+    with pytest.raises(TypeError, match=r"^name must be a str, got int$"):
         face.register(3)
 
 
@@ -308,7 +313,7 @@ def test_registered_twice_and_under_another_name(models):
 
 def test_other_devices_are_refused():
     x = heads(1, 1, 3, 4).to("meta")
-    with pytest.raises(TypeError, match="^query must be .* on meta: attn_implementation of Module is fastmha's$"):
+    with pytest.raises(TypeError, match=r"^query must be .* on meta: attn_implementation of Module is fastmha's$"):
         face.attention(torch.nn.Module(), x, x, x, None)
 
 
