@@ -244,7 +244,8 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     of_mask = np.empty(mask.shape, problem.dtype) if need_mask_grad and mask is not None else None
     name, _ = choose(problem, AUTO, backward=True)
     of_out, out_array = (validate.usable(_array(x))[0] for x in (grad_out, out))
-    of_sinks = algorithms.backward(name, problem, out_array, _array(lse), of_out, of_q, of_k, of_v, threads.resolve(None), of_mask)
+    workers = threads.resolve(None)
+    of_sinks = algorithms.backward(name, problem, out_array, _array(lse), of_out, of_q, of_k, of_v, workers, of_mask)
     return [torch.from_numpy(x) for x in (of_q, of_k, of_v, of_mask, of_sinks) if x is not None]
 
 

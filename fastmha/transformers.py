@@ -16,7 +16,7 @@ try:
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 except ImportError as _error:
-    raise ImportError('fastmha.transformers needs PyTorch and transformers 4.56 or newer: '
+    raise ImportError('fastmha.transformers needs PyTorch and transformers 5.3 or newer: '
                       'pip install "fastmha[transformers]"') from _error
 
 from torch import Tensor
@@ -85,25 +85,29 @@ class Mask(torch.Tensor):
     """A mask (B, 1, Lq, Lk), True = may attend, that `attention` reads as a `Pattern`.
 
     It has the shape and the type of the one of "sdpa", and becomes that one as soon as anything else looks at its elements.
+    Added to something it is that of "eager": models that compute attention themselves add it to their scores.
     """
 
-    pattern: Pattern
-    said: Mapping[str, Any]
+    pattern: Pattern | None                 # None: what it says is written in it
+    said: Mapping[str, Any] | None          # what it is to be written from
 
     @staticmethod
-    def __new__(cls, pattern: Pattern, said: Mapping[str, Any], shape: tuple[int, int, int, int]) -> Mask:
-        x = torch.zeros((), dtype=torch.bool).expand(shape).as_subclass(cls)
-        x.pattern, x.said = pattern, said
-        return x
+    def of(elements: Tensor, pattern: Pattern | None = None, said: Mapping[str, Any] | None = None) -> Mask:
+        mask = elements.as_subclass(Mask)
+        mask.pattern, mask.said = pattern, said
+        return mask
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OUTSIDE:
                 return func(*args, **(kwargs or {}))
-            return func(*_written(args), **_written(kwargs or {}))
+            form = _added if func in _ADDITIONS else written
+            result = func(*_all(form, args), **_all(form, kwargs or {}))
+            return Mask.of(result) if func is torch.Tensor.__getitem__ and result.dtype is torch.bool else result
 
 
+_ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__}
 _OUTSIDE = {getattr(torch.Tensor, name).__get__ for name in (       # what says nothing of the elements
     "shape", "ndim", "dtype", "device", "layout", "is_cpu", "is_cuda", "requires_grad", "is_nested", "is_sparse", "is_meta",
     "is_quantized",
@@ -111,31 +115,42 @@ _OUTSIDE = {getattr(torch.Tensor, name).__get__ for name in (       # what says 
       torch.Tensor.is_floating_point, torch.Tensor.is_contiguous}
 
 
-def _written(x: Any) -> Any:
-    """x with each Mask in it written out."""
+def _all(form: Callable[[Mask], Tensor], x: Any) -> Any:
+    """x with each Mask in it in another form."""
     if isinstance(x, Mask):
-        return _written_out(x.said)
+        return form(x)
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
-        return type(x)(map(_written, x))
+        return type(x)(_all(form, y) for y in x)
     if isinstance(x, dict):
-        return {key: _written(value) for key, value in x.items()}
+        return {key: _all(form, y) for key, y in x.items()}
     return x
 
 
+def written(mask: Mask) -> Tensor:
+    """Its elements, True = may attend."""
+    return mask.as_subclass(Tensor) if mask.said is None else _written_out(mask.said)
+
+
+def _added(mask: Mask) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill_(~written(mask), torch.finfo(torch.float32).min)
+
+
 def _written_out(said: Mapping[str, Any]) -> Tensor:
-    said = {**said, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    made = masking_utils.sdpa_mask(**said)
+    made = masking_utils.sdpa_mask(**{**said, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     assert made is not None     # nothing may be left out
     return made
 
 
 def mask(**said: Any) -> Tensor:
     """What transformers calls once for each kind of layer of a model, with what "sdpa" is told."""
-    pattern = None if torch.compiler.is_compiling() else _pattern(**said)
-    if pattern is None:
+    if torch.compiler.is_compiling():
         return _written_out(said)
+    pattern = _pattern(**said)
+    if pattern is None:
+        return Mask.of(_written_out(said))
     length = said["q_length"] if "q_length" in said else len(said["cache_position"])
-    return Mask(pattern, said, (said["batch_size"], 1, int(length), int(said["kv_length"])))
+    nothing = torch.zeros((), dtype=torch.bool)
+    return Mask.of(nothing.expand(said["batch_size"], 1, int(length), int(said["kv_length"])), pattern, said)
 
 
 def _pattern(*, batch_size: int, kv_length: int, mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
@@ -210,8 +225,11 @@ def attention(
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
     pattern, removed = _NOTHING, attention_mask
-    if isinstance(attention_mask, Mask) and not torch.compiler.is_compiling():
-        pattern, removed = _fitting(attention_mask, Lq, Lk), None
+    if not torch.compiler.is_compiling() and isinstance(attention_mask, Mask):
+        if attention_mask.pattern is None:
+            removed = written(attention_mask)[..., :Lk]
+        else:
+            pattern, removed = _fitting(attention_mask.pattern, attention_mask.shape, Lq, Lk), None
     elif attention_mask is not None:
         removed = attention_mask[..., :Lk]
     elif Lq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal):       # as "sdpa" reads no mask
@@ -239,15 +257,17 @@ _NOTHING = Pattern(False, None, None, None, None)
 _CAUSAL = Pattern(True, None, 0, None, None)
 
 
-def _fitting(of: Mask, Lq: int, Lk: int) -> Pattern:
-    """The pattern of a mask for so many queries and keys: of those keys that it counts beyond, none is there."""
-    _, _, queries, keys = of.shape
+def _fitting(pattern: Pattern, shape: tuple[int, ...], Lq: int, Lk: int) -> Pattern:
+    """The pattern of a mask of that shape for so many queries and keys: of those keys that it counts beyond, none is there."""
+    _, _, queries, keys = shape
     if queries != Lq or keys < Lk:
         raise ValueError(f"attention_mask is one of {queries} queries and {keys} keys, but there are {Lq} and {Lk}")
-    pattern = of.pattern
     if keys == Lk:
         return pattern
-    ranges = None if pattern.key_ranges is None else tuple(np.minimum(x, Lk) for x in pattern.key_ranges)
+    ranges = None
+    if pattern.key_ranges is not None:
+        starts, ends = pattern.key_ranges
+        ranges = np.minimum(starts, Lk), np.minimum(ends, Lk)
     return pattern._replace(key_ranges=ranges, keys=None if pattern.keys is None else pattern.keys[..., :Lk])
 
 
