@@ -69,11 +69,11 @@ class Arm:
         return best
 
 
-def measured(names: Sequence[str], of: dict[str, Any], options: argparse.Namespace,
-             alike: bool = True) -> dict[str, tuple[float, int]]:
-    """Name of the arm -> (best seconds, bytes at the peak); `alike`: the answers are the same."""
+def measured(names: Sequence[str], of: dict[str, Any], options: argparse.Namespace, alike: bool = True,
+             script: str = __file__) -> dict[str, tuple[float, int]]:
+    """Name of the arm of a script -> (best seconds, bytes at the peak); `alike`: the answers are the same."""
     with ExitStack() as stack:
-        arms = {name: stack.enter_context(Process(__file__, [name, of], options.threads)) for name in names}
+        arms = {name: stack.enter_context(Process(script, [name, of], options.threads)) for name in names}
         answers = {name: arm.ask("answers") for name, arm in arms.items()}
         own = answers[names[0]]
         for name, others in answers.items():

@@ -174,7 +174,8 @@ def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
 
 
 def _described(x: Tensor) -> str:
-    return f"{'a nested tensor' if x.is_nested else x.layout} of {x.dtype} with {x.ndim} axes on {x.device}"
+    kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").replace("strided", "dense")
+    return f"a {kind} one of {x.dtype} with {x.ndim} axes on {x.device}"
 
 
 def _in_four_axes(

@@ -1,0 +1,123 @@
+"""What the library brings to models of torch and transformers, beside their own attention.
+
+    python benches/faces.py [--only SECTION] [--threads N] [--seconds S] [--json FILE]
+
+    models      two layers of Llama, Mistral, Gemma 2, gpt-oss and BERT of random weights on 2048 and 4096 tokens, forward, with
+                attn_implementation "fastmha", "eager" and, where transformers lets them, "sdpa": seconds and peak memory
+    calls       what a tiny call costs through fastmha.attention, PyTorch's own function and fastmha.torch, in one process
+
+In "models" each implementation runs in a process of its own, as in benches/models.py, and their answers are compared. Needs the
+extras ``torch`` and ``transformers``.
+
+Exit status 1 if a floor is missed or an answer is wrong.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from findings import Finding, Floor, Section, Table, best_times, options_of, repeated, report
+from models import Arm, Call, line, measured, torch_of
+from processes import has, serve
+
+WIDTH = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "max_position_embeddings": 8192, "initializer_range": 0.05, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GROUPED = WIDTH | {"num_key_value_heads": 4}
+WINDOWED = GROUPED | {"sliding_window": 1024, "head_dim": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": GROUPED,
+    "mistral": GROUPED | {"sliding_window": 1024},
+    "gemma2": WINDOWED | {"query_pre_attn_scalar": 64},
+    "gpt_oss": WINDOWED | {"sliding_window": 128, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "bert": WIDTH,
+}  # fmt: skip
+LENGTHS = 2048, 4096
+IMPLEMENTATIONS = "fastmha", "eager", "sdpa"
+REFUSED = {("gemma2", "sdpa"), ("gpt_oss", "sdpa")}     # by transformers: no softcap and no sinks there
+CALLS = 200         # in a row
+
+
+def make(implementation: str, of: dict[str, Any], threads: int) -> Call:
+    torch = torch_of(threads)
+    import transformers
+
+    import fastmha.transformers
+
+    fastmha.set_num_threads(threads)
+    fastmha.transformers.register()
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(of["model"], **MODELS[of["model"]])
+    model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
+    ids = torch.randint(3, WIDTH["vocab_size"], (1, of["L"]), generator=torch.Generator().manual_seed(0))
+
+    def call() -> tuple[np.ndarray]:
+        with torch.inference_mode():
+            return (model(ids, use_cache=False)[0].numpy(),) if of["model"] != "bert" else (model(ids)[0].numpy(),)
+
+    return call
+
+
+def models(options: argparse.Namespace) -> Iterator[Table]:
+    if not has("transformers"):
+        yield Table("Models of transformers", [], "transformers is not installed: `pip install \"fastmha[transformers]\"`.")
+        return
+    findings = []
+    for length in LENGTHS:
+        for name in MODELS:
+            arms = [x for x in IMPLEMENTATIONS if (name, x) not in REFUSED]
+            found = measured(arms, {"model": name, "L": length}, options, script=__file__)
+            findings.append(line(f"{name} L{length}", found, Floor(low=1.0)))
+    yield Table("Models of transformers, two layers, forward, float32", findings,
+                "Both layers with all their products; Gemma 2 and gpt-oss have no sdpa in transformers.")
+
+
+def calls(options: argparse.Namespace) -> Iterator[Table]:
+    if not has("torch"):
+        yield Table("Tiny calls", [], "PyTorch is not installed: `pip install \"fastmha[torch]\"`.")
+        return
+    torch = torch_of(options.threads)
+    import fastmha.torch
+
+    fastmha.set_num_threads(options.threads)
+    own, ours = torch.nn.functional.scaled_dot_product_attention, fastmha.torch.scaled_dot_product_attention
+    tensors = [torch.randn(1, 1, 4, 8) for _ in range(3)]
+    arrays, leaves = [x.numpy() for x in tensors], [x.clone().requires_grad_() for x in tensors]
+
+    def both(f: Any) -> None:
+        out = f(*leaves)
+        out.backward(out.detach())
+
+    timed = {
+        "fastmha.attention": lambda: fastmha.attention(*arrays),
+        "torch": lambda: own(*tensors), "fastmha.torch": lambda: ours(*tensors),
+        "torch with gradients": lambda: both(own), "fastmha.torch with gradients": lambda: both(ours),
+    }  # fmt: skip
+    best = {name: 1e6 * seconds / CALLS for name, seconds in
+            best_times({name: repeated(f, CALLS) for name, f in timed.items()}, options.seconds).items()}
+    over = best["fastmha.torch"] - best["fastmha.attention"]
+    yield Table("A call of 4 queries on 4 keys of width 8", [
+        *(Finding(name, {"us": us}) for name, us in best.items()),
+        Finding("fastmha.torch beyond fastmha.attention", {"us": over}, Floor(high=20.0), ["us"])])
+
+
+SECTIONS: dict[str, Section] = {"models": models, "calls": calls}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = options_of(__doc__, SECTIONS)
+    made.add_argument("--arm", type=json.loads, help=argparse.SUPPRESS)
+    options = made.parse_args(arguments)
+    if options.arm:
+        name, of = options.arm
+        serve(Arm(make(name, of, options.threads)))
+        return 0
+    return report(SECTIONS, options, "benches/faces.py", sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
