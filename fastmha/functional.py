@@ -129,8 +129,7 @@ def attention(
     .. [1] Vaswani et al., "Attention Is All You Need", 2017, equation (1).
     .. [2] Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", 2022.
     .. [3] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: Philox4x32-10 of the counter (j / 4, i, h, b),
-    whose
-       word j % 4 is that of key j.
+       whose word j % 4 is that of key j.
 
     Examples
     --------
