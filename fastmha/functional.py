@@ -98,7 +98,7 @@ def attention(
     lse : (B, H, Lq) array, with ``return_lse=True``
         Natural logarithm, of the sum with the sink; for a query from which every key is removed that sink, or -inf.
     captured : array, with `capture`
-        (B, n_heads, n_rows, Lk), or what `Capture.reduce` leaves of it; always the last.
+        (B, n_heads, n_rows, Lk), or what ``reduce`` of `Capture` leaves of it; always the last.
 
     Raises
     ------
