@@ -72,7 +72,9 @@ def put_in(app: Any, page: str, source: list[str]) -> None:
     def shown(match: re.Match[str]) -> str:
         return f"![{match[2]}](_pictures/{match[1]}.svg)" if match[1] in app.drawn else ""
 
-    source[0] = re.sub(r"<!-- picture (\w+): (.*?) -->", shown, source[0])
+    source[0], asked = re.subn(r"<!-- picture (\w+): (.*?) -->", shown, source[0])
+    if asked:
+        app.env.note_reread()       # its text is not all that it is made of
 
 
 def setup(app: Any) -> None:
