@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+
 import fastmha
 
 HERE = Path(__file__).parent
@@ -77,7 +80,18 @@ def put_in(app: Any, page: str, source: list[str]) -> None:
         app.env.note_reread()       # its text is not all that it is made of
 
 
+def without_citations(app: Any, tree: nodes.document) -> None:
+    """In the tables of every name, the first line of a docstring is away from its references."""
+    for table in tree.findall(nodes.table):
+        for cited in [x for x in table.findall(pending_xref) if x["refdomain"] == "citation"]:
+            before = cited.parent[cited.parent.index(cited) - 1]
+            if isinstance(before, nodes.Text):
+                cited.parent.replace(before, nodes.Text(before.rstrip()))
+            cited.parent.remove(cited)
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", draw)
     app.connect("source-read", put_in)
+    app.connect("doctree-read", without_citations)
     app.connect("missing-reference", argument)
