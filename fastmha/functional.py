@@ -98,7 +98,7 @@ def attention(
     lse : (B, H, Lq) array, with ``return_lse=True``
         Natural logarithm, of the sum with the sink; for a query from which every key is removed that sink, or -inf.
     captured : array, with `capture`
-        (B, n_heads, n_rows, Lk), or what `Capture.reduce` leaves of it; always the last.
+        (B, n_heads, n_rows, Lk), or what ``reduce`` of `Capture` leaves of it; always the last.
 
     Raises
     ------
@@ -129,8 +129,7 @@ def attention(
     .. [1] Vaswani et al., "Attention Is All You Need", 2017, equation (1).
     .. [2] Press et al., "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation", 2022.
     .. [3] Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011: Philox4x32-10 of the counter (j / 4, i, h, b),
-    whose
-       word j % 4 is that of key j.
+       whose word j % 4 is that of key j.
 
     Examples
     --------

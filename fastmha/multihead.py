@@ -213,7 +213,7 @@ class MultiHeadAttention(AttentionModule):
              offset: int | np.ndarray | None = None, key_padding_lengths: np.ndarray | None = None,
              key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None,
              softcap: float | None = None, backward: bool = False, num_threads: int | None = None) -> Plan:
-        """What the attention of a `forward` on (batch_size, seq_len, d_model) would do; `print` it for a receipt.
+        """What the attention of a `forward` on (batch_size, seq_len, d_model) would do; print it for a receipt.
 
         Parameters
         ----------

@@ -26,7 +26,7 @@ _LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of `fastmha.attention` (or its backward) will do. `print` it for a receipt.
+    """What a call of `fastmha.attention` (or its backward) will do. Print it for a receipt.
 
     Attributes
     ----------

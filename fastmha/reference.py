@@ -267,7 +267,7 @@ def attention(
         exp(sinks[h]) joins the denominator of every row of head h, and lse: the probabilities of the keys add up to less than 1.
         -inf: none. NaN, or +inf: NaN in every row that is not empty.
     alibi : ndarray (H,)
-        Slopes: scores get -alibi[h] * |i + offset - j|, before any mask.
+        Slopes: scores get ``-alibi[h] * |i + offset - j|``, before any mask.
     dropout : float in [0, 1)
         After the softmax a probability counts 0, or 1 / (1 - dropout) times itself where the pair is `kept`; lse is what it was.
     seed : int in [0, 2**64)
@@ -907,19 +907,19 @@ def error_bounds(
       probability 2 exp(-8² / 2) = 2.5e-14 at most (Hoeffding's inequality; Higham and Mary 2019, "A new approach to
       probabilistic rounding error analysis"). An error that the keys of a row share is added as in the worst case.
 
-    **A sum of n products** x_m, with sum S and sum of squares Q. Worst case: no partial sum is larger than sum|x_m|, so that
-    n + 1 roundings make (n + 1) u sum|x_m|. Likely: each product errs by u |x_m|, each addition by u times a partial sum. Of
-    terms in no particular order (sorted ones may err more) the first m have the mean m S / n and the variance
-    (Q - S² / n) m (n - m) / (n (n - 1)), so that the squares of all partial sums and products add up to
-    S² (n + 1) / 3 + Q ((n + 1) / 6 + 1). Blocks, lanes and fused multiply-adds round less.
+    **A sum of n products** x_m, with sum S and sum of squares Q. Worst case: no partial sum is larger than ``sum|x_m|``, so that
+    n + 1 roundings make ``(n + 1) u sum|x_m|``. Likely: each product errs by ``u |x_m|``, each addition by u times a partial sum.
+    Of terms in no particular order (sorted ones may err more) the first m have the mean m S / n and the variance (Q - S² / n) m
+    (n - m) / (n (n - 1)), so that the squares of all partial sums and products add up to S² (n + 1) / 3 + Q ((n + 1) / 6 + 1).
+    Blocks, lanes and fused multiply-adds round less.
 
-    **A score** s_ij = scale q_i·k_j: its sum of D products; u |s_ij| where the scale is multiplied in, or u of each element of
-    q, the same for all keys, if it is there; u |s_ij| of the scale itself. A softcap adds 3 u |s| before the hyperbolic tangent
-    and 4 u |s| behind it. ALiBi rounds its product, u |slope distance|, in every row and batch row alike where the distance is
-    the same (and once more a distance beyond 1 / u, which `dtype` cannot hold), and the difference to u |s - slope distance|. An
-    additive mask rounds the sum to u |s + mask|: beside a mask of -1e9 nothing is left of a score. A sink is exact. The
-    exponential adds u |s - peak| of its argument, and 3 u (1.5 units in the last place). Together this is e_ij, a relative error
-    of exp(s_ij - peak).
+    **A score** s_ij = scale q_i·k_j: its sum of D products; ``u |s_ij|`` where the scale is multiplied in, or u of each element
+    of q, the same for all keys, if it is there; ``u |s_ij|`` of the scale itself. A softcap adds ``3 u |s|`` before the
+    hyperbolic tangent and ``4 u |s|`` behind it. ALiBi rounds its product, ``u |slope distance|``, in every row and batch row
+    alike where the distance is the same (and once more a distance beyond 1 / u, which `dtype` cannot hold), and the difference to
+    ``u |s - slope distance|``. An additive mask rounds the sum to ``u |s + mask|``: beside a mask of -1e9 nothing is left of a
+    score. A sink is exact. The exponential adds ``u |s - peak|`` of its argument, and 3 u (1.5 units in the last place). Together
+    this is e_ij, a relative error of exp(s_ij - peak).
 
     **What e does**, with z = dP - delta and dS = P z: to P, P_ij (e_ij - sum_k P_ik e_ik); to lse, sum_j P_ij e_ij; to out,
     sum_j P_ij e_ij (v_j - out_i); to delta, sum_j P_ij e_ij z_ij; to grad_q, scale sum_j P_ij e_ij z_ij (k_j - sum_k P_ik k_k)
@@ -935,8 +935,7 @@ def error_bounds(
 
     **Behind the scores**, each over the pairs that are left: the sums of exponentials, P v, grad_out v, delta (as grad_out·out
     and as sum P dP: an algorithm takes one of them), dS k, dS q and P grad_out, the sums of dS that are grad_sinks and grad_mask,
-    and a few single roundings. Where lse
-    normalises P backward, it brings u |lse|; more than P itself it cannot.
+    and a few single roundings. Where lse normalises P backward, it brings ``u |lse|``; more than P itself it cannot.
     """
     q, k, v, grad_out = _swap(layout, q, k, v, grad_out)
     (B, H, Lq, D), (kv_heads, Lk, Dv) = q.shape, v.shape[1:]

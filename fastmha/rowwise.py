@@ -48,7 +48,7 @@ def gelu(x: np.ndarray, *, approximate: str = "none", out: np.ndarray | None = N
 
     Notes
     -----
-    Right to a few units in the last place of the result, also where x is far below 0; with "tanh" to that times 1 + |log Φ|.
+    Right to a few units in the last place of the result, also where x is far below 0; with "tanh" to that times ``1 + |log Φ|``.
     Numbers below the smallest normal one of the dtype count as 0, as operands and as results.
 
     References

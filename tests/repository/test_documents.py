@@ -1,5 +1,6 @@
 """What the README and the documents show runs as it is shown, and prints what they say."""
 
+import ast
 import re
 from contextlib import redirect_stdout
 from io import StringIO
@@ -7,25 +8,35 @@ from pathlib import Path
 
 import pytest
 
+import fastmha
 from fastmha.study import report, runner
 from fastmha.study.questions import ALL as STUDY_ORDER
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/inference.md", "docs/models.md", "docs/design.md", "docs/layouts.md")
+DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+IN_ORDER = ("docs/tutorial.md",)        # of these a snippet runs after all those before it
 README = TEXTS["README.md"]
 # what Python shows, and the text right behind it that it prints
 SHOWN = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
+# what a document quotes of the specification
+QUOTED = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IMPORTS = "import numpy as np\nimport fastmha\n"
+NEEDS = {
+    "bfloat16\"": ("ml_dtypes", 'bfloat16 needs ml_dtypes: pip install "fastmha[bfloat16]"'),
+    "import torch\n": ("torch", 'needs torch: pip install "fastmha[torch]"'),
+    "from transformers import": ("transformers", 'needs transformers: pip install "fastmha[transformers]"'),
+}
 
 
 def snippets():
     """A snippet runs by itself if it imports what it needs, else after the first of its document."""
     for name, text in TEXTS.items():
         found = list(SHOWN.finditer(text))
-        for match in found:
+        for i, match in enumerate(found):
             heading = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
-            before = "" if IMPORTS in match[1] else found[0][1]
+            earlier = found[:i] if name in IN_ORDER else found[:1]
+            before = "" if IMPORTS in match[1] else "".join(m[1] for m in earlier)
             line = text[: match.start()].count("\n") + 2
             yield pytest.param(name, before, match[1], match[2], line, id=f"{name}-{heading}")
 
@@ -33,7 +44,8 @@ def snippets():
 def run(name, before, code, line):
     """What the code prints."""
     names = {"__name__": "snippet"}
-    exec(compile(before, name, "exec"), names)
+    with redirect_stdout(StringIO()):
+        exec(compile(before, name, "exec"), names)
     printed = StringIO()
     with redirect_stdout(printed):
         exec(compile("\n" * (line - 1) + code, name, "exec"), names)
@@ -59,8 +71,9 @@ def test_what_matters_is_shown(document, names):
 
 @pytest.mark.parametrize(("name", "before", "code", "prints", "line"), list(snippets()))
 def test_python_runs_and_prints_what_is_shown(name, before, code, prints, line):
-    if "bfloat16" in code:
-        pytest.importorskip("ml_dtypes", reason='bfloat16 needs ml_dtypes: pip install "fastmha[bfloat16]"')
+    for words, (module, reason) in NEEDS.items():
+        if words in before + code:
+            pytest.importorskip(module, reason=reason)
     printed = run(name, before, code, line)
     if prints is not None:
         assert printed == prints
@@ -73,6 +86,66 @@ def test_what_a_snippet_prints_is_compared_and_what_it_asserts_is_run():
     assert (run("x.md", "", code, 1), prints, nothing) == ("1\n", "2\n", "")
     with pytest.raises(AssertionError):
         run("x.md", "", wrong, 1)
+
+
+def quotes(text):
+    """The lines of each quotation, without their indentation."""
+    return [[line.strip() for line in quoted.splitlines()] for quoted in QUOTED.findall(text)]
+
+
+def stands_in(lines, source):
+    """Whether they stand there, one right after the other."""
+    of_source = [line.strip() for line in source.splitlines()]
+    return any(of_source[i : i + len(lines)] == lines for i in range(len(of_source)))
+
+
+REFERENCE = Path(fastmha.reference.__file__).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_lines_that_the_documents_quote_stand_in_the_reference(name):
+    assert [lines for lines in quotes(TEXTS[name]) if not stands_in(lines, REFERENCE)] == []
+
+
+def test_the_tutorial_quotes_each_step_and_a_quotation_can_be_wrong():
+    found = quotes(TEXTS["docs/tutorial.md"])
+    assert len(found) > 8
+    for lines in found:
+        for i, line in enumerate(lines):
+            assert not stands_in(lines, REFERENCE.replace(line, line + " + 1"))
+            assert not stands_in([*lines[:i], line + " + 1", *lines[i + 1 :]], REFERENCE)
+            assert line
+
+
+def test_every_public_name_has_its_page():
+    listed, module = set(), ""
+    for line in TEXTS["docs/api.md"].splitlines():
+        if line.startswith(".. currentmodule:: "):
+            module = line.split()[-1]
+        elif re.fullmatch(r" {3}\w+", line):
+            listed.add(f"{module}.{line.strip()}")
+    expected = {f"fastmha.{name}" for name in fastmha.__all__} | {"fastmha.weights.load", "fastmha.weights.save"}
+    for face in ("torch", "transformers"):      # read, not imported: they need their extras
+        for node in ast.parse((ROOT / "fastmha" / f"{face}.py").read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                expected |= {f"fastmha.{face}.{name}" for name in ast.literal_eval(node.value)}
+    assert "fastmha.torch.patch" in expected
+    assert listed == expected
+
+
+def test_the_index_has_a_line_for_each_page():
+    text = TEXTS["docs/index.md"]
+    pages = {name.removeprefix("docs/").removesuffix(".md") for name in DOCUMENTS if name.startswith("docs/")} - {"index"}
+    lines = re.findall(r"^\* \[[^]]+\]\((\w+)\.md\): .+\.$", text, re.MULTILINE)
+    tree = re.search(r"^```\{toctree\}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[1]
+    assert sorted(lines) == sorted(pages)
+    assert re.findall(r"^\w+$", tree, re.MULTILINE) == lines
+
+
+def test_pictures_that_the_documents_ask_for_are_drawn():
+    drawn = re.findall(r"^def ([a-z]\w*)\(", (ROOT / "docs" / "pictures.py").read_text(encoding="utf-8"), re.MULTILINE)
+    asked = [name for text in TEXTS.values() for name in re.findall(r"<!-- picture (\w+): .+? -->", text)]
+    assert sorted(asked) == sorted(drawn)
 
 
 def test_extras_that_the_documents_name_exist():
