@@ -222,9 +222,7 @@ def _wanted(source: _Source, start: str, layout: str | None, shapes: Mapping[str
     key, form = max(forms, key=lambda pair: len(_weights(pair[1]) & names) / len(_weights(pair[1])))
     if not _weights(form) & names:
         what = f'the weights of layout "{layout}"' if layout else "the weights of any layout"
-        begins = validate.cut(", ".join(_beginnings(source.names, [form for _, form in forms])))
-        raise ValueError(f"{source.name} has not {what} after prefix {validate.short(start)}"
-                         f"{f'; its attention layers begin with {begins}' if begins else ''}")
+        raise ValueError(f"{source.name} has not {what} after prefix {validate.short(start)}{_hint(source, forms)}")
     for name, reason in _REFUSED.items():
         if name in names:
             raise ValueError(f"{source.name} holds {start}{name}, {reason}")
@@ -233,6 +231,7 @@ def _wanted(source: _Source, start: str, layout: str | None, shapes: Mapping[str
     for name, tensor in wanted.items():
         if name not in names:
             beside = f"; it holds {start}{validate.cut(', '.join(unknown))}, which is no part of that" if unknown else ""
+            beside = _hint(source, forms, start) or beside
             raise ValueError(f"{source.name} has no {start}{name}, which holds {', '.join(tensor.parameters)} in layout "
                              f'"{key}"{beside}')
     if unknown:
@@ -248,11 +247,12 @@ def _weights(form: Mapping[str, _Tensor]) -> set[str]:
     return {name for name, tensor in form.items() if tensor.parameters[0].startswith("W")}
 
 
-def _beginnings(names: frozenset[str], forms: list[Mapping[str, _Tensor]]) -> list[str]:
-    """What stands before the names of each layer of one of these forms."""
-    starts = ((name.removesuffix(min(weights)), weights) for weights in map(_weights, forms)
-              for name in names if name.endswith(f".{min(weights)}"))
-    return sorted({start for start, weights in starts if all(start + name in names for name in weights)})
+def _hint(source: _Source, forms: list[tuple[str, Mapping[str, _Tensor]]], within: str = "") -> str:
+    """What stands before the names of each layer of one of these forms, in words; nothing where there is none."""
+    starts = ((name.removesuffix(min(weights)), weights) for weights in (_weights(form) for _, form in forms)
+              for name in source.names if name.startswith(within) and name.endswith(f".{min(weights)}"))
+    begins = sorted({start for start, weights in starts if all(start + name in source.names for name in weights)})
+    return f"; its attention layers begin with {validate.cut(', '.join(begins))}" if begins else ""
 
 
 def _said(tensor: _Tensor, shapes: Mapping[str, tuple[int, ...]]) -> str:
