@@ -34,6 +34,7 @@ _HEAD_AXIS = {"BHLD": 1, "BLHD": 2}
 _LENGTH_AXIS = {"BHLD": 2, "BLHD": 1}
 _AXES = {"BHLD": '(B, H, L, D) for layout "BHLD"', "BLHD": '(B, L, H, D) for layout "BLHD"'}
 KEY_RANGES = ("key_ranges[0] (starts)", "key_ranges[1] (ends)")
+_CPU_DEVICES = (1, 3, 11, 13)       # of DLPack: the CPU, and memory of CUDA and ROCm that it reads in place
 _RETURNED = ("out", "lse", "out1", "lse1", "out2", "lse2")      # arguments that attention has made
 KeyRanges: TypeAlias = tuple[int | np.ndarray | None, int | np.ndarray | None]        # starts, ends
 _P = ParamSpec("_P")
@@ -167,11 +168,16 @@ def own_keywords(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Calla
 # ------------------------------------------------------------------------------------------------------------------ arrays
 
 def as_array(name: str, x: Any) -> np.ndarray:
+    """x as an array, not a copy where it offers memory that the CPU reads, by `__array__` or `__dlpack__`."""
     if type(x) is np.ndarray:
         return x
     not_masked(name, x)
+    by_dlpack = hasattr(type(x), "__dlpack__")
+    if by_dlpack and _elsewhere(x):
+        raise TypeError(f"{name} lies in memory of another device ({cut(getattr(x, 'device', 'not the CPU'))}): pass one on the "
+                        f"CPU, such as {name}.cpu()")
     try:
-        return np.asarray(x)
+        return np.from_dlpack(x) if by_dlpack and not hasattr(type(x), "__array__") else np.asarray(x)
     except MemoryError:
         raise
     except Exception as error:      # rows of different length, or whatever the object's own conversion raises
@@ -181,6 +187,14 @@ def as_array(name: str, x: Any) -> np.ndarray:
             raise TypeError(f"{name} is a tensor of bfloat16, which NumPy does not have: pass {name}.float()") from error
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"{name} cannot be made an array: {cut(error)}") from error
+
+
+def _elsewhere(x: Any) -> bool:
+    """Whether x says that its memory is another device's alone; the conversion of some is a silent copy."""
+    try:
+        return int(x.__dlpack_device__()[0]) not in _CPU_DEVICES
+    except Exception:       # such as ValueError of torch for a device that DLPack has no number for: its conversion says why
+        return False
 
 
 def not_masked(name: str, x: Any) -> None:
@@ -618,7 +632,7 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, 
             raise ValueError(f"out overlaps itself: shape {out.shape}, strides {out.strides}")
         reach += stride * (n - 1)
     for name, x in inputs.items():
-        if x is not None and _overlap(out, np.asarray(x)):
+        if x is not None and _overlap(out, as_array(name, x)):
             raise ValueError(f"out overlaps {name} in memory")
     return out
 

