@@ -86,7 +86,7 @@ def load(file_or_mapping: Any, module: _Module, prefix: str = "", layout: str | 
     layout : {"torch", "bert", "gpt2", "llama", "fastmha"}, optional
         Whose names they are; by default told from them. "torch": `torch.nn.MultiheadAttention`, its weights in one or apart.
         "bert": BERT and what has its names. "gpt2": Conv1D, weights (in, out). "llama": also Mistral, Qwen2 and Gemma, whose
-        rotary positions are for `forward`'s transform_qk.
+        rotary positions are for forward's transform_qk.
 
     Returns
     -------
