@@ -37,6 +37,9 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
 
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
     config.py (show_config), study/ (the memory-layout study and its command)
+
+    faces to other libraries, imported by nobody here: torch.py, transformers.py, jax.py; weights.py reads and writes the
+    parameters of modules under the names of others
 """
 from __future__ import annotations
 
