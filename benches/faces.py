@@ -70,7 +70,7 @@ def models(options: argparse.Namespace) -> Iterator[Table]:
     for length in LENGTHS:
         for name in MODELS:
             arms = [x for x in IMPLEMENTATIONS if (name, x) not in REFUSED]
-            found = measured(arms, {"model": name, "L": length}, options, script=__file__)
+            found = measured(arms, {"model": name, "L": length}, options, script=__file__, turns=3)
             findings.append(line(f"{name} L{length}", found, Floor(low=1.0)))
     yield Table("Models of transformers, two layers, forward, float32", findings,
                 "Both layers with all their products; Gemma 2 and gpt-oss have no sdpa in transformers.")

@@ -70,7 +70,7 @@ class Arm:
 
 
 def measured(names: Sequence[str], of: dict[str, Any], options: argparse.Namespace, alike: bool = True,
-             script: str = __file__) -> dict[str, tuple[float, int]]:
+             script: str = __file__, turns: int = TURNS) -> dict[str, tuple[float, int]]:
     """Name of the arm of a script -> (best seconds, bytes at the peak); `alike`: the answers are the same."""
     with ExitStack() as stack:
         arms = {name: stack.enter_context(Process(script, [name, of], options.threads)) for name in names}
@@ -84,10 +84,10 @@ def measured(names: Sequence[str], of: dict[str, Any], options: argparse.Namespa
                     agree(f"{of}: result {i} of {name}", np.array(other[2:]), np.array(numbers[2:]), "float32")
                     agree(f"{of}: sum of result {i} of {name}", np.array(other[1]), np.array(numbers[1]), "float32")
         best = dict.fromkeys(names, math.inf)
-        for turn in range(TURNS):
+        for turn in range(turns):
             for name in names[:: -1 if turn % 2 else 1]:
                 time.sleep(REST)
-                best[name] = min(best[name], arms[name].ask("times", options.seconds / TURNS))
+                best[name] = min(best[name], arms[name].ask("times", options.seconds / turns))
         return {name: (best[name], arms[name].ask("peak")) for name in names}
 
 

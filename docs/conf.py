@@ -32,7 +32,7 @@ html_copy_source = False
 
 default_role = "py:obj"                             # of single backticks in docstrings: a name that there is
 nitpick_ignore_regex = [("py:obj", r"torch\..+")]   # torch's own names, whose pages are elsewhere
-autodoc_mock_imports = ["torch", "transformers"]    # the pages are built without them
+autodoc_mock_imports = ["torch", "transformers", "jax"]    # the pages are built without them
 autodoc_typehints = "none"                          # the docstrings say types with shapes
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False                 # _templates/autosummary/class.rst shows them

@@ -35,8 +35,8 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     around attention: dense.py (linear, weights packed once) stands on algorithms.py, rowwise.py (activations, layer and RMS
     norms) on _core.pyx, both on threads.py and validate.py as functional.py does
 
-    faces: torch.py (torch's own function and its gradients, on algorithms.py, planning.py and validate.py), transformers.py on
-    it, weights.py (files of weights) on module.py
+    faces to other libraries, imported by nobody here: torch.py (torch's own function and its gradients, on algorithms.py,
+    planning.py and validate.py), transformers.py on it, jax.py on functional.py; weights.py (files of weights) on module.py
 
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
     config.py (show_config), study/ (the memory-layout study and its command)
