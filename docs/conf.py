@@ -31,7 +31,7 @@ html_static_path, html_css_files = ["_static"], ["pages.css"]
 html_copy_source = False
 
 default_role = "py:obj"                             # of single backticks in docstrings: a name that there is
-nitpick_ignore_regex = [("py:obj", r"torch\..+")]   # torch's own names, whose pages are elsewhere
+nitpick_ignore_regex = [("py:obj", r"(torch|jax)\..+")]     # their own names, whose pages are elsewhere
 autodoc_mock_imports = ["torch", "transformers", "jax"]    # the pages are built without them
 autodoc_typehints = "none"                          # the docstrings say types with shapes
 autodoc_member_order = "bysource"
