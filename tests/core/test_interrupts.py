@@ -29,6 +29,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 import fastmha
+signal.signal(signal.SIGINT, signal.default_int_handler)     # also where whoever started this ignores it
 n = {threads}
 rng = np.random.default_rng(0)
 q = rng.standard_normal((1, 1, 120000, 64), np.float32)
