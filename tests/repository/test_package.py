@@ -313,10 +313,13 @@ def test_the_reference_has_the_same_positional_arguments(name):
 NOT_HERE = ("fastmha._core", "fastmha.__main__", "fastmha.study")  # compiled, and what needs extras
 FOUND = [module.name for module in pkgutil.iter_modules(fastmha.__path__, "fastmha.")]
 MODULES = ["fastmha", *(name for name in FOUND if name not in NOT_HERE)]
+OF_OTHERS = {f"fastmha.{name}": name for name in ("torch", "transformers", "jax")}      # their extras bring what they stand on
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_says_what_it_is_and_its_examples_run(name):
+    if name in OF_OTHERS:
+        pytest.importorskip(OF_OTHERS[name], reason=f'needs {OF_OTHERS[name]}: pip install "fastmha[{OF_OTHERS[name]}]"')
     module = importlib.import_module(name)
     assert len(module.__doc__.strip().splitlines()[0]) > 20
     assert doctest.testmod(module).failed == 0
