@@ -36,7 +36,7 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     norms) on _core.pyx, both on threads.py and validate.py as functional.py does
 
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
-    config.py (show_config), study/ (the memory-layout study and its command)
+    config.py (show_config), plot.py (pictures of weights and of memory), study/ (the memory-layout study and its command)
 """
 from __future__ import annotations
 
