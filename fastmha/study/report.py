@@ -126,9 +126,9 @@ def _print(console: Console, found: Found, answers: Answers) -> None:
 
     count = found["threads"]
     console.print(Text(f"{found['machine']['cpu']}, {count} thread{'s' * (count != 1)}, {found['kernels']['isa']} kernels"))
+    console.print(Text(READING, "dim"))     # before the names of what was left out
     for name, text in left_out(found):
         console.print(Text(f"{name}: {text}"))
-    console.print(Text(READING, "dim"))
     for question, answer in answers:
         console.print()
         console.print(Text(question.title, "bold"))
@@ -177,7 +177,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def markdown(found: Found, answers: Answers) -> str:
     """The report as Markdown, with links to the pictures beside it."""
-    parts = [f"# {TITLE}", markdown_table(Table("", ("", ""), facts(found))), _marked(READING)]
+    parts = [f"# {TITLE}", _marked(READING), markdown_table(Table("", ("", ""), facts(found)))]
     for question, answer in answers:
         parts += [f"## {_marked(question.title)}", *_marked_section(question, answer, "", None)]
     return "\n\n".join(parts) + "\n"
@@ -239,8 +239,8 @@ def _page(folder: Path, found: Found, answers: Answers) -> str:
     title = _shown(f"fastmha: {TITLE.lower()}, {found['machine']['cpu']}, {found['date'][:10]}")
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<header>\n<h1>{TITLE}</h1>\n"
-            f'<div class="wide"><table>\n<tbody>\n{about}</tbody>\n</table></div>\n{_paragraphs(READING)}</header>\n'
+            f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<header>\n<h1>{TITLE}</h1>\n{_paragraphs(READING)}"
+            f'<div class="wide"><table>\n<tbody>\n{about}</tbody>\n</table></div>\n</header>\n'
             f"<nav>\n<ol>\n{contents}</ol>\n</nav>\n<main>\n{sections}</main>\n</body>\n</html>\n")
 
 

@@ -910,13 +910,19 @@ def test_reports_say_where_and_how_was_measured(written):
             assert expected in text
 
 
-def test_reports_explain_names_of_cases_and_ratios_before_the_first_of_them(written):
-    folder, page, _ = written
-    for text in (page.text, (folder / "report.md").read_text(encoding="utf-8")):
+@needs_extra
+def test_reports_explain_names_of_cases_and_ratios_before_the_first_of_them(tmp_path):
+    from rich.console import Console
+
+    out = io.StringIO()
+    found = {**FOUND, "left_out": [{"question": "fake", "label": LONG}]}
+    report.write(tmp_path, found, [question(full_answer([]))], Console(file=out, width=2000))
+    html, marked = ((tmp_path / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
+    for text in (Page(html).text, marked, out.getvalue()):
         explained = text.index("Cases are named by their shape: B batch rows, H heads (H16/4: 16 query heads")
         assert explained < text.index("Short: a|b")
         assert explained < text.index(LONG)
-        assert "no difference was found" in text[explained:text.index("Short: a|b")]
+        assert "no difference was found" in text[explained:text.index(LONG)]
 
 
 def test_numbers_stand_to_the_right(written):
@@ -960,7 +966,6 @@ def test_the_tables_fit_the_terminal_with_every_number_whole(width, tmp_path):
         for row in table.rows:
             for number, cell in zip(report.numbers(table), row, strict=True):
                 assert not number or cell in printed
-    assert printed.index("Cases are named by their shape") < printed.index("Title of fake")
     for expected in ("Title of fake", "Short: a|b <i>1 & 2</i>", "Ratios", SOME.note, "Title of other", "Not measured."):
         assert expected in printed
 
