@@ -5,7 +5,6 @@ import inspect
 import re
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ myst_heading_anchors = 3
 def arguments() -> set[str]:
     """What numpydoc puts in single backticks beside names of objects: arguments of functions and fields of classes."""
     found = set()
-    for module in (fastmha, *(import_module(f"fastmha.{name}") for name in ("analysis", "reference", "weights"))):
+    for module in (fastmha, *(import_module(f"fastmha.{name}") for name in ("analysis", "plot", "reference", "weights"))):
         for x in vars(module).values():
             functions = [f for _, f in inspect.getmembers(x, inspect.isfunction)] if inspect.isclass(x) else [x]
             found |= {name for f in functions if inspect.isfunction(f) for name in inspect.signature(f).parameters}
@@ -59,25 +58,16 @@ def argument(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 
 
 def draw(app: Any) -> None:
-    """The pictures, where `fastmha.plot` is there to draw them."""
-    app.drawn = set()
-    if find_spec("fastmha.plot") is None:
-        return
+    """The pictures."""
     folder = HERE / "_pictures"
     folder.mkdir(exist_ok=True)
     for name, picture in import_module("pictures").PICTURES.items():
         picture().savefig(folder / f"{name}.svg", bbox_inches="tight")
-        app.drawn.add(name)
 
 
 def put_in(app: Any, page: str, source: list[str]) -> None:
     """A picture in the place of the comment that asks for it."""
-    def shown(match: re.Match[str]) -> str:
-        return f"![{match[2]}](_pictures/{match[1]}.svg)" if match[1] in app.drawn else ""
-
-    source[0], asked = re.subn(r"<!-- picture (\w+): (.*?) -->", shown, source[0])
-    if asked:
-        app.env.note_reread()       # its text is not all that it is made of
+    source[0] = re.sub(r"<!-- picture (\w+): (.*?) -->", r"![\2](_pictures/\1.svg)", source[0])
 
 
 def without_citations(app: Any, tree: nodes.document) -> None:

@@ -39,7 +39,7 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     planning.py and validate.py), transformers.py on it, jax.py on functional.py; weights.py (files of weights) on module.py
 
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
-    config.py (show_config), study/ (the memory-layout study and its command)
+    config.py (show_config), plot.py (pictures of weights and of memory), study/ (the memory-layout study and its command)
 """
 from __future__ import annotations
 

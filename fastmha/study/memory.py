@@ -34,6 +34,7 @@ LARGEST_SHARE = 0.5         # of the free memory that a measurement may take
 START_SECONDS = 0.5         # a process that imports NumPy and SciPy's BLAS
 ROUGH_RATE = 1e11           # operations/s, only to plan
 D_MODEL, HEADS = 768, 12
+SCORES = ("scores", "grad_scores")      # components of the count that exist only where weights are asked for
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Work:
     def held(self) -> int:
         """The counted bytes without the score matrices where only blocks of them exist."""
         counted = self.counted
-        return counted["total"] - (0 if self.weights else counted.get("scores", 0) + counted.get("grad_scores", 0))
+        return counted["total"] - (0 if self.weights else sum(counted.get(name, 0) for name in SCORES))
 
     def least(self, num_threads: int) -> dict[str, float]:
         """As `Trial.least` states it: a process, and in it two calls."""
@@ -410,6 +411,11 @@ def over_length(name: str, caption: str, title: str, y: str, **panel: Any) -> li
     return lines(name, caption, [{"title": "", **panel}], title=title, x="sequence length L", y=y, x_log2=True, y_log=True)
 
 
+def mark(length: int) -> tuple[int, str]:
+    """Where attention and the projections have as many operations, whatever they take."""
+    return length, f"L {length}: attention has as many operations as the projections"
+
+
 def measured_pictures(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
     if not series:
         return []
@@ -419,7 +425,7 @@ def measured_pictures(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
     taken = [spread(arm, lengths_of(own), [r["seconds"] for r in own]) for arm, own in series.items()]
     lengths = [L for own in series.values() for L in lengths_of(own)]
     length = analysis.crossover_length(shape["factors"]["d_model"])
-    marks = [(length, f"crossover {length}")] if min(lengths) <= length <= max(lengths) else []
+    marks = [mark(length)] if min(lengths) <= length <= max(lengths) else []
     return [
         *over_length("memory_over_length", "Peak memory of a forward pass over the length of the sequence, both axes "
                      "logarithmic: counted, for blas without weights less the score matrices, and measured.",
@@ -427,6 +433,15 @@ def measured_pictures(series: Mapping[str, Sequence[Record]]) -> list[Picture]:
         *over_length("time_over_length", "Time of a forward pass over the length of the sequence, both axes logarithmic; the "
                      "mark is the length at which the products over the pairs have as many operations as the projections.",
                      f"Time of a forward pass, {shape_text(shape)}, float32", "time (s)", series=taken, marks=marks)]
+
+
+def parts_of(record: Record) -> dict[str, Mapping[str, int]]:
+    """Bars of a record: what is counted by component, without score matrices once more where they are not held, and the peak."""
+    components, peak = record["components"], {"measured": record["peak_bytes"]}
+    if textbook(record):
+        return {"counted": components, "measured": peak}
+    held = {name: number for name, number in components.items() if name not in SCORES}
+    return {"textbook": components, "no scores": held, "measured": peak}
 
 
 def components_picture(measured: Sequence[Record]) -> list[Picture]:
@@ -437,11 +452,12 @@ def components_picture(measured: Sequence[Record]) -> list[Picture]:
     bars = []
     for arm, own in arms.items():
         L = max(shared or own)
-        for label, parts in (("counted", own[L]["components"]), ("measured", {"measured": own[L]["peak_bytes"]})):
+        for label, parts in parts_of(own[L]).items():
             bars.append({"label": label, "group": f"{arm}, L {L}",
                          "parts": [{"name": name, "value": n / 1e6} for name, n in parts.items()]})
-    return [Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights keeps "
-                    "only blocks of its scores.", "stacked_bars", {
+    return [Picture("memory_by_component", "Counted bytes by component, and the measured peak below. blas without weights "
+                    "computes its scores in blocks and keeps none: textbook is the count with score matrices, no scores the "
+                    "count of what it holds, which the peak is to be compared with.", "stacked_bars", {
                         "title": f"Memory by component, {shape_text(measured[0])}, float32", "bars": bars, "x": "memory (MB)"})
             ] if bars else []
 
@@ -450,11 +466,14 @@ def counted_pictures(d_model: int, H: int, lengths: Sequence[int], limits: Mappi
     """Operations and intensity, this one with the machine's own balance where its limits are known."""
     shape, length = f"B 1, d_model {d_model}, {H} heads", analysis.crossover_length(d_model)
     parts = [flop_parts(1, L, d_model, H) for L in lengths]
-    balance = {"reference": limits["float32"] / limits["read"]} if limits else {}
+    balance: dict[str, Any] = {}
+    if limits:
+        ridge = limits["float32"] / limits["read"]
+        balance = {"reference": ridge, "reference_name": f"this machine: {ridge:.1f} FLOP in the time of a byte read"}
     return [
         *over_length("flops_over_length", f"Operations of a forward pass by part, counted; at L = 2 d_model = {length} the "
                      "products over the pairs overtake the projections.", f"Operations of a forward pass, {shape}",
-                     "operations (GFLOP)", marks=[(length, f"crossover {length}")],
+                     "operations (GFLOP)", marks=[mark(length)],
                      series=[{"name": name, "x": lengths, "y": [p[name] / 1e9 for p in parts]} for name in parts[0]]),
         *over_length("intensity_over_length", "Counted operations over counted bytes, every array once." + (
                      " The horizontal line is where this machine's arithmetic takes as long as its memory: above, arithmetic is "

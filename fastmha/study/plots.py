@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ WIDTH, DPI = 10.0, 130                  # inches; pixels per inch
 CHARACTER = {8: 0.068, 9: 0.076, 12: 0.112}     # inches of a wide one, by size in points
 LABEL, GAP = 42, 0.1                    # characters of a row's label before it is wrapped; inches between header, panels, footer
 CELL = 0.62, 0.34                       # inches of a cell of a heat map: width, height
+BESIDE = 0.06                           # inches between the points of several lines at one place
 LEAST_SPAN, MOST_SPAN = 1.1, 1.25       # its shades reach to this ratio at least: noise stays pale; and at most
 SHADES = ("#1f4e8c", "0.97", "#e8912d")         # below 1, at it, above: without colours dark and light
 DARK = -0.75                            # shades, from -1 to 1, below this: there white has the greater contrast
@@ -37,7 +38,8 @@ NOT_MEASURED = {"facecolor": "white", "hatch": "xxxx", "edgecolor": "0.6", "line
 # fills differ in grey and in hatch, lines in dashes and in marker; whoever draws more than there are starts again
 FILLS: tuple[dict[str, Any], ...] = tuple({"facecolor": grey, "hatch": hatch} for grey, hatch in (
     ("0.35", ""), ("1.0", "////"), ("0.75", ""), ("1.0", "...."), ("0.85", "\\\\\\\\"), ("1.0", ""), ("0.6", "xxxx"),
-    ("0.1", ""), ("1.0", "----"), ("0.8", "++++"), ("0.92", "||||"), ("0.7", "oo")))
+    ("0.1", ""), ("1.0", "----"), ("0.8", "++++"), ("0.92", "||||"), ("0.7", "oo"), ("1.0", "OO"), ("0.6", "////"), ("0.55", ""),
+    ("1.0", "**"), ("0.8", "xx")))
 STROKES: tuple[dict[str, Any], ...] = tuple({"color": grey, "linestyle": dashes, "marker": marker} for grey, dashes, marker in (
     ("0.0", "-", "o"), ("0.35", "--", "s"), ("0.0", ":", "^"), ("0.5", "-", "D"), ("0.0", "-.", "v"), ("0.35", (0, (7, 2)), "x"),
     ("0.0", (0, (1, 2)), "P"), ("0.5", "--", "<"), ("0.0", (0, (5, 1, 1, 1, 1, 1)), ">"), ("0.35", ":", "*")))
@@ -168,26 +170,33 @@ def bars(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, 
 
 
 def lines(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str, Any]], x: str, y: str, x_log2: bool = False,
-          y_log: bool = False) -> None:
+          y_log: bool = False, same_y: bool = False) -> None:
     """Lines with their spread. A panel: {"title", "series": [{"name", "x": [...], "y": [...], "low": [...], "high": [...]}]}
-    (low and high may be missing), with "reference": a horizontal line, "marks": [(x, text)] vertical ones."""
+    (low and high may be missing), with "reference": a horizontal line, which the legend calls "reference_name", "marks":
+    [(x, text)] vertical ones. Where spreads of several lines at one x overlap, their points stand beside each other. `same_y`:
+    one scale for all panels."""
     strokes = _looks((series["name"] for p in panels for series in p["series"]), STROKES)
     columns = _columns(len(panels), 2)
     tall = (3.5 if columns > 1 else 4.0) + 0.5 * any(p.get("marks") for p in panels)
-    figure, grid = _figure(WIDTH, -(-len(panels) // columns) * tall, len(panels), columns)
+    figure, grid = _figure(WIDTH, -(-len(panels) // columns) * tall, len(panels), columns, sharey=same_y)
+    references: dict[str, Line2D] = {}
     for index, (axes, panel) in enumerate(zip(grid, panels, strict=True)):
         if x_log2:
             axes.set_xscale("log", base=2)
         if y_log:
             axes.set_yscale("log")
-        for series in panel["series"]:
+        places = _beside(panel["series"], 0.85 * WIDTH / columns, x_log2)
+        for series, xs in zip(panel["series"], places, strict=True):
             ys, spread = np.array(series["y"], dtype=float), None
             if "low" in series:
                 spread = np.maximum(0, np.stack((ys - series["low"], series["high"] - ys)))
             size = {"linewidth": 1.4, "markersize": 5, "capsize": 2.5} if len(ys) <= 40 else {"linewidth": 0.9, "markersize": 2}
-            axes.errorbar(series["x"], ys, spread, elinewidth=0.9, **size, **strokes[series["name"]])
+            axes.errorbar(xs, ys, spread, elinewidth=0.9, **size, **strokes[series["name"]])
         if panel.get("reference") is not None:
-            axes.axhline(panel["reference"], color="black", linewidth=0.8, dashes=(2, 2), zorder=1)
+            look = {"color": "black", "linewidth": 0.8, "dashes": (2, 2)}
+            axes.axhline(panel["reference"], zorder=1, **look)
+            name = panel.get("reference_name", f"reference {_short(panel['reference'])}")
+            references[name] = Line2D([], [], label=_wrapped(name, 60), **look)
         _grid(axes)
         for log, limits, put in ((x_log2, axes.get_xlim, axes.set_xlim), (y_log, axes.get_ylim, axes.set_ylim)):
             low, high = limits()
@@ -203,8 +212,32 @@ def lines(path: Path, found: Found, *, title: str, panels: Sequence[Mapping[str,
             axes.ticklabel_format(axis="y", style="plain", useOffset=False)
         _marks(axes, panel.get("marks") or ())
         _named(axes, panel["title"], x, WIDTH / columns * 0.9, y if index % columns == 0 else "", 3.2)
-    _save(figure, path, found, title, [Line2D([], [], label=_wrapped(name, 60), linewidth=1.4, markersize=5, **stroke)
-                                       for name, stroke in strokes.items()])
+    _save(figure, path, found, title, [*(Line2D([], [], label=_wrapped(name, 60), linewidth=1.4, markersize=5, **stroke)
+                                         for name, stroke in strokes.items()), *references.values()])
+
+
+def _beside(series: Sequence[Mapping[str, Any]], inches: float, log: bool) -> list[np.ndarray]:
+    """Where the points of the lines of a panel are drawn that is so many inches wide: if whiskers would lie on each other, all
+    that have an x in common are moved apart, as far as there is room up to the next x."""
+    to, back = (np.log2, np.exp2) if log else (np.asarray, np.asarray)
+    places = [to(np.array(s["x"], dtype=float)) for s in series]
+    xs = np.unique(np.concatenate(places)) if places else np.empty(0)
+    common = [[(i, int(j)) for i, s in enumerate(series) if "low" in s for j in np.flatnonzero(places[i] == x)] for x in xs]
+    if len(xs) < 2 or not any(_overlap(series, points) for points in common):
+        return [np.array(s["x"], dtype=float) for s in series]
+    unit = 1.1 * (xs[-1] - xs[0]) / inches
+    moved = [at.copy() for at in places]
+    for points, before, behind in zip(common, np.diff(xs, prepend=-np.inf), np.diff(xs, append=np.inf)):
+        step = min(BESIDE * unit, 0.6 * min(before, behind) / max(1, len(points) - 1))
+        for number, (i, j) in enumerate(points):
+            moved[i][j] += step * (number - (len(points) - 1) / 2)
+    return [back(at) for at in moved]
+
+
+def _overlap(series: Sequence[Mapping[str, Any]], points: Iterable[tuple[int, int]]) -> bool:
+    """Whether spreads of points, (which line, which of its points), have values in common."""
+    spreads = sorted((series[i]["low"][j], series[i]["high"][j]) for i, j in points)
+    return any(behind[0] <= before[1] for before, behind in pairwise(spreads))
 
 
 def _marks(axes: Any, marks: Iterable[tuple[float, str]]) -> None:

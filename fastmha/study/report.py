@@ -25,6 +25,13 @@ SIGNS = re.compile(r"[\\*\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")     # of Mar
 FOLD = 12                   # rows of a table that a document shows unfolded
 NOTHING = ("", "-", "–", "—", "not measured")
 
+READING = (
+    "Cases are named by their shape: B batch rows, H heads (H16/4: 16 query heads on 4 key/value heads), L tokens (L128x1024: "
+    "128 queries on 1024 keys; M: rows of a projection alone), d the width d_model, D that of a head, row the bytes from one "
+    "token to the next; f32 or f64, the algorithm, the direction, T threads; cold: operands come from memory. A ratio \"time A / "
+    "time B\" of 1.05 ±0.01: A takes 5 % longer, median of the rounds, beside half its interval of 95 %; with \"=\" before it "
+    "the interval holds 1, no difference was found.")
+
 STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
 h1, h2, h3 { line-height: 1.2 }
@@ -119,6 +126,7 @@ def _print(console: Console, found: Found, answers: Answers) -> None:
 
     count = found["threads"]
     console.print(Text(f"{found['machine']['cpu']}, {count} thread{'s' * (count != 1)}, {found['kernels']['isa']} kernels"))
+    console.print(Text(READING, "dim"))     # before the names of what was left out
     for name, text in left_out(found):
         console.print(Text(f"{name}: {text}"))
     for question, answer in answers:
@@ -169,7 +177,7 @@ def print_table(console: Console, table: Table) -> None:
 
 def markdown(found: Found, answers: Answers) -> str:
     """The report as Markdown, with links to the pictures beside it."""
-    parts = [f"# {TITLE}", markdown_table(Table("", ("", ""), facts(found)))]
+    parts = [f"# {TITLE}", _marked(READING), markdown_table(Table("", ("", ""), facts(found)))]
     for question, answer in answers:
         parts += [f"## {_marked(question.title)}", *_marked_section(question, answer, "", None)]
     return "\n\n".join(parts) + "\n"
@@ -231,7 +239,7 @@ def _page(folder: Path, found: Found, answers: Answers) -> str:
     title = _shown(f"fastmha: {TITLE.lower()}, {found['machine']['cpu']}, {found['date'][:10]}")
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title}</title>\n'
-            f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<header>\n<h1>{TITLE}</h1>\n"
+            f"<style>\n{STYLE}\n</style>\n</head>\n<body>\n<header>\n<h1>{TITLE}</h1>\n{_paragraphs(READING)}"
             f'<div class="wide"><table>\n<tbody>\n{about}</tbody>\n</table></div>\n</header>\n'
             f"<nav>\n<ol>\n{contents}</ol>\n</nav>\n<main>\n{sections}</main>\n</body>\n</html>\n")
 

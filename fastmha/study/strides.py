@@ -26,6 +26,7 @@ AROUND = (-512, -256, -192, -128, -64, 0, 64, 128, 192, 256, 512)
 BETWEEN = (3072, 3584, 4608, 5120, 6144, 7168, 9216, 10240, 14336, 20480)      # of the coarse one; 3072 is q, k, v and no gap
 SMALL_PAGES = ", 4 KiB pages"
 ALGORITHMS, LENGTHS = ("tiled", "blas"), (512, 1024)
+PAGE = 4096
 PADDING = "row/row+64"
 BASE = cases.case(1, 4, 512, 64)       # q, k, v take 3072 bytes of a row, so that rows of 4096 are possible
 
@@ -151,11 +152,9 @@ def answer(records: Sequence[Record], found: Found) -> Answer | None:
     tables = [_padding_table(base, caches), _packed_table(base), _others_table([r for r in padded if r not in base]),
               _pages_table(paged)]
     sweeps = _base(of(records, kind="sweep"), found)
-    pictures = _picture("strides", "The time over that of packed heads, by the stride of the rows.", [*base, *sweeps],
-                        _multiples(base), x_log2=True)
+    pictures = _whole_picture(base, sweeps)
     for centre in sorted({r["factors"]["around"] for r in sweeps} - {0}):
-        pictures += _picture(f"strides-{centre}", f"The same around {centre} bytes, in steps of a few cache lines.",
-                             of(sweeps, around=centre), [centre], x_log2=False)
+        pictures += _picture_around(centre, of(sweeps, around=centre))
     return Answer(_short(base, paged), method, limits, tables, pictures)
 
 
@@ -200,21 +199,47 @@ def _pages_table(paged: Sequence[Record]) -> Table:
         "Time in 4 KiB pages over time in huge pages; right: what padding gives back in either.")
 
 
-def _picture(name: str, caption: str, records: Iterable[Record], marks: Sequence[int], x_log2: bool) -> list[Picture]:
-    series = []
-    for key, own in by(records, _series).items():
-        at: dict[int, Mapping[str, float]] = {}
-        for r in own:
-            for ratio, value in r["ratios"].items():
-                arm, _, control = ratio.partition("/")
-                if control == "packed":
-                    row = int(arm) if arm.isdigit() else r["factors"]["multiple"] + int(arm.removeprefix("row") or 0)
-                    at.setdefault(row, value)
-        series.append(spread(key, sorted(at), [at[row] for row in sorted(at)]))
-    return lines(name, caption, [{"title": "forward, float32, 4 heads of width 64", "series": series, "reference": 1.0,
-                                  "marks": [(row, str(row)) for row in marks]}],
-                 title="Time over packed heads, by the stride of the rows", x="bytes from one row to the next",
-                 y="time / time of packed heads", x_log2=x_log2)
+_AXES = {"x": "bytes from one row to the next", "y": "time / time of packed heads"}
+_WHAT = f"forward, float32, {BASE.H} heads of width {BASE.D}"
+
+
+def _swept(sweeps: Iterable[Record], near: bool) -> dict[int, Mapping[str, float]]:
+    """Ratios by stride: of the strides near the centre of their sweep, or of the others."""
+    found = {}
+    for r in sweeps:
+        for ratio, value in r["ratios"].items():
+            row = int(ratio.partition("/")[0])
+            if (abs(row - r["factors"]["around"]) <= max(AROUND)) == near:
+                found[row] = value
+    return dict(sorted(found.items()))
+
+
+def _whole_picture(base: Sequence[Record], sweeps: Sequence[Record]) -> list[Picture]:
+    """A panel for each algorithm and length. The strides near the centre of a sweep have pictures of their own: here they would
+    be one heap."""
+    panels = []
+    for key, own in by(base, _series).items():
+        multiples = _multiples(own)
+        series = [spread(name, multiples, [next(iter(ratios(of(own, multiple=m), f"{arm}/packed"))) for m in multiples])
+                  for arm, name in (("row-64", f"{LINE} bytes less"), ("row", f"a multiple of {PAGE} bytes"),
+                                    ("row+64", f"{LINE} bytes more"))]
+        others = _swept([r for r in sweeps if _series(r) == key], near=False)
+        if others:
+            series.append(spread("other strides", list(others), list(others.values())))
+        panels.append({"title": key, "series": series, "reference": 1.0})
+    return lines("strides", f"The time over that of packed heads, by the stride of the rows, {_WHAT}. At a multiple of {PAGE} "
+                 f"bytes three points stand beside each other: rows of {LINE} bytes less, of the multiple, and of {LINE} bytes "
+                 "more.",
+                 panels, title="Time over packed heads, by the stride of the rows", x_log2=True, same_y=True, **_AXES)
+
+
+def _picture_around(centre: int, sweeps: Iterable[Record]) -> list[Picture]:
+    series = [spread(key, list(near), list(near.values())) for key, own in by(sweeps, _series).items()
+              if (near := _swept(own, near=True))]
+    panel = {"title": _WHAT, "series": series, "reference": 1.0, "marks": [(centre, str(centre))]}
+    return lines(f"strides-{centre}", f"The same around {centre} bytes, in steps of a few cache lines; points of one stride "
+                 "stand beside each other.", [panel],
+                 title=f"Time over packed heads, by the stride of the rows around {centre} bytes", **_AXES)
 
 
 QUESTION = Question(

@@ -184,6 +184,15 @@ def test_the_study_in_the_documents_is_what_its_measurements_say():
     assert not found["quick"]
 
 
+def test_documents_agree_on_how_many_questions_there_are():
+    number = {9: "nine"}[len(STUDY_ORDER)]
+    for name in ("README.md", "CHANGELOG.md"):
+        text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        assert re.findall(r"(\w+) questions", text) == [number], name
+    headings = re.findall(r"^## (\d+)\. ", TEXTS["docs/layouts.md"], re.M)
+    assert headings == [str(n + 1) for n in range(len(STUDY_ORDER))]
+
+
 def test_what_the_study_says_changes_with_its_measurements():
     found = runner.read(STUDY)
     for record in found["records"]:

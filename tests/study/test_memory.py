@@ -188,6 +188,35 @@ def test_components_picture_has_the_counted_parts_and_the_peak():
     assert measured == pytest.approx(1.1 * counted)
 
 
+def test_a_peak_stands_below_the_count_of_what_is_held():
+    """Where score matrices are counted that nobody holds, another bar is without them."""
+    picture = next(p for p in answered(records_as_counted()).pictures if p.name == "memory_by_component")
+    by_group = {}
+    for bar in picture.data["bars"]:
+        by_group.setdefault(bar["group"], {})[bar["label"]] = sum(part["value"] for part in bar["parts"])
+    assert {tuple(own) for own in by_group.values()} == {("counted", "measured"), ("textbook", "no scores", "measured")}
+    for group, own in by_group.items():
+        assert list(own.values())[-2] == pytest.approx(own["measured"]), group
+        assert ("textbook" in own) == (group in ("blas, L 2048", "blas, training, L 2048"))
+    assert by_group["blas, L 2048"]["textbook"] > 5 * by_group["blas, L 2048"]["no scores"]
+    assert "textbook is the count with score matrices" in picture.caption
+
+
+def test_a_mark_says_what_is_equal_there_and_promises_no_crossing():
+    """In the picture of times no lines cross at it."""
+    pictures = {p.name: p for p in answered(records_as_counted()).pictures}
+    for name in ("time_over_length", "flops_over_length"):
+        assert pictures[name].data["panels"][0]["marks"] == [
+            (1536, "L 1536: attention has as many operations as the projections")]
+    parts = {s["name"]: s["y"][s["x"].index(1536)] for s in pictures["flops_over_length"].data["panels"][0]["series"]}
+    assert parts["attention"] == parts["projections"]
+
+
+def test_the_balance_of_the_machine_has_a_name():
+    panel = next(p for p in answered(records_as_counted()).pictures if p.name == "intensity_over_length").data["panels"][0]
+    assert (panel["reference"], panel["reference_name"]) == (10, "this machine: 10.0 FLOP in the time of a byte read")
+
+
 @forgets_peaks
 def test_the_process_imports_this_package_and_not_one_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "fastmha").mkdir()

@@ -155,9 +155,28 @@ def test_answers_of_measured_trials_are_whole():
     for picture in found.pictures:
         assert_drawable(picture)
         (panel,) = picture.data["panels"]
-        (series,) = panel["series"]
-        assert series["x"] == sorted(series["x"])
-        assert {len(series[key]) for key in ("x", "y", "low", "high")} == {len(set(series["x"]))}
-        assert np.isfinite(series["y"]).all()
-    assert whole.data["panels"][0]["series"][0]["x"] == [3072, 4032, 4096, 4160]
-    assert zoomed.data["panels"][0]["series"][0]["x"] == [3072, 4096, 4160]
+        for series in panel["series"]:
+            assert series["x"] == sorted(series["x"])
+            assert {len(series[key]) for key in ("x", "y", "low", "high")} == {len(set(series["x"]))}
+            assert np.isfinite(series["y"]).all()
+    assert {s["name"]: s["x"] for s in whole.data["panels"][0]["series"]} == {
+        "64 bytes less": [4096], "a multiple of 4096 bytes": [4096], "64 bytes more": [4096], "other strides": [3072]}
+    assert [s["x"] for s in zoomed.data["panels"][0]["series"]] == [[4096, 4160]]
+
+
+def test_each_stride_is_drawn_once_and_a_picture_around_a_centre_ends_with_its_sweep():
+    """3072 is in the sweep of a quick look, too, and would leave most of that picture empty."""
+    def swept(t):
+        return {"question": t.question, "label": t.label, "factors": t.factors,
+                "ratios": {f"{row}/packed": ratio(1 + row / 1e6) for row in t.factors["strides"]}}
+
+    trials = [t for t in strides.trials(True, 2) if t.factors["kind"] == "sweep"]
+    found = answer(padding_record(8192, ratio(1.2)), *map(swept, trials))
+    whole, around = found.pictures
+    assert around.name == "strides-8192"
+    for series in around.data["panels"][0]["series"]:
+        assert series["x"] == [8192 + step for step in strides.AROUND]
+        assert series["y"] == [1 + x / 1e6 for x in series["x"]]
+    (panel,) = whole.data["panels"]
+    assert [x for s in panel["series"] for x in s["x"]] == [8192] * 3 + [3072]
+    assert [s["y"] for s in panel["series"]] == [[1.0], [1.2], [1.0], [1 + 3072 / 1e6]]

@@ -514,7 +514,7 @@ def curves(panels, rows):
     return {"title": "Time over the stride", "x": "bytes from one row to the next (bytes)", "y": "time / time packed (no unit)",
             "x_log2": True, "y_log": panels > 1,
             "panels": [{"title": f"part {p}", "reference": 1.0,
-                        "marks": [(xs[0], "3072"), (xs[-1], "crossover 1536")],
+                        "marks": [(xs[0], "3072"), (xs[-1], "equal at 1536")],
                         "series": [{"name": name, "x": xs, "y": (y := [1 + 0.3 * ((i + j) % 4) for j in range(rows)]),
                                     "low": [0.9 * v for v in y], "high": [1.2 * v for v in y]} for i, name in enumerate(ARMS)]}
                        for p in range(panels)]}
@@ -689,6 +689,88 @@ def test_fills_and_strokes_are_told_apart_without_colours():
     assert len({stroke["linestyle"] for stroke in plots.STROKES[:3]}) == 3
 
 
+def look(handle):
+    """What a swatch of a legend looks like."""
+    from matplotlib.lines import Line2D
+
+    if isinstance(handle, Line2D):
+        fill = handle.get_fillstyle(), str(handle.get_markerfacecolor())
+        return handle.get_color(), str(handle._unscaled_dash_pattern), str(handle.get_marker()), *fill
+    return handle.get_facecolor(), handle.get_hatch()
+
+
+@needs_extra
+def test_no_two_swatches_of_the_documents_pictures_are_alike_and_every_name_is_there(monkeypatch):
+    from fastmha.study import plots
+
+    found = runner.read(report.Path(__file__).parents[2] / "docs" / "layouts" / "results.json")
+    pictures = [p for q in questions.ALL for p in q.answered(found).pictures]
+    kept = {}
+    monkeypatch.setattr(plots, "_save", lambda figure, path, found, title, handles: kept.update({path: (figure, handles)}))
+    for picture in pictures:
+        getattr(plots, picture.kind)(picture.name, found, **picture.data)
+    assert len(kept) == len(pictures) > 15
+    for picture in pictures:
+        _, handles = kept[picture.name]
+        looks = [look(handle) for handle in handles]
+        assert len(set(looks)) == len(looks), picture.name
+        said = {handle.get_label().replace("\n", " ") for handle in handles}
+        for bar in picture.data.get("bars", ()):
+            assert {part["name"] for part in bar["parts"]} <= said
+        for panel in picture.data.get("panels", ()):
+            assert {series["name"] for series in panel.get("series", ())} <= said
+            if picture.kind == "lines" and "reference" in panel:
+                assert panel.get("reference_name", "reference 1") in said, picture.name
+
+
+@needs_extra
+def test_a_horizontal_line_is_named_in_the_legend(draw):
+    data = curves(2, 3)
+    data["panels"][1].update(reference=2.5, reference_name="half of it")
+    figure, _ = draw("lines", data)
+    assert [t.get_text() for legend in figure.legends for t in legend.get_texts()] == [*ARMS, "reference 1", "half of it"]
+
+
+@needs_extra
+@pytest.mark.parametrize("log", [False, True])
+def test_whiskers_that_would_lie_on_each_other_stand_beside_each_other_near_their_place(log, draw):
+    xs = [1024, 2048, 4096]
+    series = [{"name": name, "x": xs, "y": (y := [1 + 0.01 * i] * 3), "low": [v - 0.1 for v in y], "high": [v + 0.1 for v in y]}
+              for i, name in enumerate("abc")]
+    without = {"name": "without", "x": xs, "y": [1.0] * 3}
+    alone = {**series[0], "name": "alone", "x": [1500], **{key: [1.0] for key in ("y", "low", "high")}}
+    panel = {"title": "t", "series": [*series, without, alone]}
+    figure, _ = draw("lines", {**curves(1, 3), "panels": [panel], "x_log2": log, "y_log": False})
+    axes = figure.axes[0]
+    places = [line.get_xdata() for line, *_ in axes.containers]
+    pixels = [axes.transData.transform(np.stack((x, np.ones(len(x))), axis=1))[:, 0] / figure.dpi for x in places]
+    true = axes.transData.transform(np.stack((xs, np.ones(3)), axis=1))[:, 0] / figure.dpi
+    for at in range(3):
+        a, b, c = (pixels[i][at] for i in range(3))
+        assert 0.03 < b - a < 0.1
+        assert 0.03 < c - b < 0.1
+        assert b == pytest.approx(true[at], abs=1e-6)
+    assert places[3].tolist() == pytest.approx(xs)
+    assert places[4].tolist() == pytest.approx([1500])
+
+
+@needs_extra
+def test_points_stay_at_their_place_where_no_whisker_hides_another(draw):
+    xs = [512, 1024]
+    series = [{"name": str(y), "x": xs, "y": [y] * 2, "low": [y - 0.1] * 2, "high": [y + 0.1] * 2} for y in (1.0, 2.0, 3.0)]
+    figure, _ = draw("lines", {**curves(1, 3), "panels": [{"title": "t", "series": series}]})
+    assert [line.get_xdata().tolist() for line, *_ in figure.axes[0].containers] == [xs] * 3
+
+
+@needs_extra
+def test_panels_have_one_scale_where_they_are_to_be_compared(draw):
+    data = curves(2, 3)
+    data["panels"][1]["series"] = [{"name": "high", "x": [512, 1024], "y": [50.0, 60.0]}]
+    limits = {same: [axes.get_ylim() for axes in draw("lines", {**data, "same_y": same})[0].axes[:2]] for same in (True, False)}
+    assert limits[True][0] == limits[True][1]
+    assert limits[False][0] != limits[False][1]
+
+
 @needs_extra
 def test_bars_start_at_the_reference_and_whiskers_span_the_interval(draw):
     figure, _ = draw("bars", side(1, 3))
@@ -826,6 +908,21 @@ def test_reports_say_where_and_how_was_measured(written):
         for expected in ("fastmha study", "2025-01-02T03:04:05", "A CPU", "2 usable", "L1d 48 KiB, L3 32 MiB", "2 threads, avx2",
                          "fastmha 1.0, python 3.11", "200 GFLOP/s in float32, 100 GFLOP/s in float64", "20 GB/s"):
             assert expected in text
+
+
+@needs_extra
+def test_reports_explain_names_of_cases_and_ratios_before_the_first_of_them(tmp_path):
+    from rich.console import Console
+
+    out = io.StringIO()
+    found = {**FOUND, "left_out": [{"question": "fake", "label": LONG}]}
+    report.write(tmp_path, found, [question(full_answer([]))], Console(file=out, width=2000))
+    html, marked = ((tmp_path / name).read_text(encoding="utf-8") for name in ("report.html", "report.md"))
+    for text in (Page(html).text, marked, out.getvalue()):
+        explained = text.index("Cases are named by their shape: B batch rows, H heads (H16/4: 16 query heads")
+        assert explained < text.index("Short: a|b")
+        assert explained < text.index(LONG)
+        assert "no difference was found" in text[explained:text.index(LONG)]
 
 
 def test_numbers_stand_to_the_right(written):
