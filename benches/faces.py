@@ -4,10 +4,11 @@
 
     models      two layers of Llama, Mistral, Gemma 2, gpt-oss and BERT of random weights on 2048 and 4096 tokens, forward, with
                 attn_implementation "fastmha", "eager" and, where transformers lets them, "sdpa": seconds and peak memory
+    weights     one layer of eight, in bfloat16, from a .safetensors file by fastmha.weights, beside the whole file by safetensors
     calls       what a tiny call costs through fastmha.attention, PyTorch's own function and fastmha.torch, in one process
 
-In "models" each implementation runs in a process of its own, as in benches/models.py, and their answers are compared. Needs the
-extras ``torch`` and ``transformers``.
+In "models" and "weights" each implementation runs in a process of its own, as in benches/models.py, and their answers are
+compared. Needs the extras ``torch`` and ``transformers``, and ``weights`` and ``bfloat16`` for the second.
 
 Exit status 1 if a floor is missed or an answer is wrong.
 """
@@ -17,6 +18,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,7 @@ LENGTHS = 2048, 4096
 IMPLEMENTATIONS = "fastmha", "eager", "sdpa"
 REFUSED = {("gemma2", "sdpa"), ("gpt_oss", "sdpa")}     # by transformers: no softcap and no sinks there
 CALLS = 200         # in a row
+LAYERS, WIDE = 8, 2048
 
 
 def make(implementation: str, of: dict[str, Any], threads: int) -> Call:
@@ -76,6 +80,51 @@ def models(options: argparse.Namespace) -> Iterator[Table]:
                 "Both layers with all their products; Gemma 2 and gpt-oss have no sdpa in transformers.")
 
 
+def write_layers(path: Path, d_model: int) -> None:
+    """The attention of LAYERS layers with the names of Llama, in bfloat16."""
+    import ml_dtypes
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    names = [f"model.layers.{i}.self_attn.{x}_proj.weight" for i in range(LAYERS) for x in "qkvo"]
+    save_file({name: (0.02 * rng.standard_normal((d_model, d_model), np.float32)).astype(ml_dtypes.bfloat16) for name in names},
+              path)
+
+
+def load(implementation: str, of: dict[str, Any], threads: int) -> Call:
+    """The weights of layer 1 into a module."""
+    import fastmha.weights
+
+    fastmha.set_num_threads(threads)
+    module = fastmha.MultiHeadAttention(of["d_model"], 16, rng=0)
+    prefix = "model.layers.1.self_attn."
+    if implementation == "fastmha":
+        def call() -> tuple[np.ndarray, ...]:
+            fastmha.weights.load(of["file"], module, prefix)
+            return module.W_Q, module.W_O
+    else:
+        import ml_dtypes  # noqa: F401      (whose bfloat16 safetensors asks NumPy for)
+        from safetensors.numpy import load_file
+
+        def call() -> tuple[np.ndarray, ...]:
+            every = load_file(of["file"])
+            module.load_state_dict({f"W_{x.upper()}": every[f"{prefix}{x}_proj.weight"].T.astype(np.float32) for x in "qkvo"})
+            return module.W_Q, module.W_O
+
+    return call
+
+
+def weights(options: argparse.Namespace) -> Iterator[Table]:
+    if not has("safetensors") or not has("ml_dtypes"):
+        yield Table("Weights", [], "safetensors is not installed: `pip install \"fastmha[weights,bfloat16]\"`.")
+        return
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "layers.safetensors"
+        write_layers(path, WIDE)
+        found = measured(["fastmha", "whole file"], {"file": str(path), "d_model": WIDE}, options, script=__file__)
+    yield Table("One layer's weights from a file of eight", [line(f"d_model {WIDE}, bfloat16", found, None)])
+
+
 def calls(options: argparse.Namespace) -> Iterator[Table]:
     if not has("torch"):
         yield Table("Tiny calls", [], "PyTorch is not installed: `pip install \"fastmha[torch]\"`.")
@@ -105,7 +154,7 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
         Finding("fastmha.torch beyond fastmha.attention", {"us": over}, Floor(high=20.0), ["us"])])
 
 
-SECTIONS: dict[str, Section] = {"models": models, "calls": calls}
+SECTIONS: dict[str, Section] = {"models": models, "weights": weights, "calls": calls}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     if options.arm:
         name, of = options.arm
-        serve(Arm(make(name, of, options.threads)))
+        serve(Arm((make if "model" in of else load)(name, of, options.threads)))
         return 0
     return report(SECTIONS, options, "benches/faces.py", sys.argv[1:] if arguments is None else arguments)
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason='needs transformers: pip install "fastmha[transformers]"')
@@ -30,6 +31,16 @@ def test_what_transformers_refuses_is_refused(monkeypatch):
     for name, implementation in faces.REFUSED:
         with pytest.raises(ValueError, match=r"(?i)sdpa|scaled_dot_product"):
             models.Arm(faces.make(implementation, {"model": name, "L": 4}, 1))
+
+
+def test_both_ways_load_the_same_weights(tmp_path):
+    pytest.importorskip("safetensors", reason='needs safetensors: pip install "fastmha[weights]"')
+    pytest.importorskip("ml_dtypes", reason='needs ml_dtypes: pip install "fastmha[bfloat16]"')
+    faces.write_layers(tmp_path / "layers.safetensors", 64)
+    of = {"file": str(tmp_path / "layers.safetensors"), "d_model": 64}
+    for own, other in zip(*(faces.load(x, of, 1)() for x in ("fastmha", "whole file")), strict=True):
+        assert own.any()
+        assert np.array_equal(own, other)
 
 
 def test_tiny_calls(capsys):
