@@ -58,17 +58,27 @@ def test_held_bytes_leave_out_only_score_matrices_that_nobody_asked_for(algorith
     assert Work(2, 100, 64, 4, algorithm, weights=True).held == everything
 
 
+WATCH = """
+import numpy as np
+from fastmha.study import memory
+
+watch = memory.Watch()
+earlier = np.ones(64 << 20, np.uint8)
+before = watch.peak()
+del earlier
+watch.reset()
+held = np.ones(16 << 20, np.uint8)
+print(before, watch.peak(), held.size)
+"""
+
+
 @forgets_peaks
 def test_watch_sees_what_is_held_at_once_and_forgets_what_was_before():
-    watch = memory.Watch()
-    earlier = np.ones(64 << 20, np.uint8)
-    before = watch.peak()
-    del earlier
-    watch.reset()
-    held = np.ones(16 << 20, np.uint8)
+    """In a process of its own: of a large one the system may take back pages in between."""
+    done = subprocess.run([sys.executable, "-c", WATCH], capture_output=True, text=True, check=True, timeout=60)
+    before, peak, _ = map(int, done.stdout.split())
     assert before >= 60 << 20
-    assert 12 << 20 <= watch.peak() <= 32 << 20
-    assert held.any()
+    assert 12 << 20 <= peak <= 32 << 20
 
 
 @forgets_peaks
