@@ -73,9 +73,9 @@ print(before, watch.peak(), held.size)
 
 
 @forgets_peaks
-def test_watch_sees_what_is_held_at_once_and_forgets_what_was_before():
+def test_watch_sees_what_is_held_at_once_and_forgets_what_was_before(tmp_path):
     """In a process of its own: of a large one the system may take back pages in between."""
-    done = subprocess.run([sys.executable, "-c", WATCH], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WATCH], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     before, peak, _ = map(int, done.stdout.split())
     assert before >= 60 << 20
     assert 12 << 20 <= peak <= 32 << 20
