@@ -64,7 +64,7 @@ def _choose_isa() -> None:
         from fastmha.validate import short
 
         raise ImportError(f"FASTMHA_ISA must be one of {', '.join(runnable)} on this machine, got {short(forced)}")
-    _core.select_isa(forced or runnable[-1])
+    _core.select_isa(forced or next(name for name in reversed(runnable) if name != "amx-emulated"))
 
 
 _choose_isa()

@@ -288,6 +288,7 @@ cdef class Problem:
         self.c.sinks = pointer(sinks, False) if sinks is not None else NULL
         self.c.alibi = pointer(alibi, False) if alibi is not None else NULL
         self.c.dropout.factor = 0
+        self.c.parts = self.c.element = 0
         if draws is not None:
             probability, self.c.dropout.seed, self.c.dropout.b, self.c.dropout.h, self.c.dropout.i = draws
             self.c.dropout.factor = 1 / (1 - <double>probability)
@@ -333,6 +334,15 @@ cdef class Problem:
     def shape(self):
         """(B, H, Hkv, Lq, Lk, D, Dv)"""
         return self.c.B, self.c.H, self.c.Hkv, self.c.Lq, self.c.Lk, self.c.D, self.c.Dv
+
+    @property
+    def parts(self):
+        """bfloat16 parts of what is multiplied on matrix tiles; 0: nothing is."""
+        return self.c.parts
+
+    @parts.setter
+    def parts(self, int parts):
+        self.c.parts = parts
 
     @property
     def offset(self):
@@ -763,6 +773,9 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return
+    if weights is None and c.p.parts > 0 and kernels.matrix_forward != NULL:
+        matrix_forward(&c, kernels, items, problem.itemsize, threads)
+        return
     cdef fmha_task task = kernels.tiled_forward if weights is None else kernels.tiled_weights
     c.weights = pointer(weights, True) if weights is not None else NULL
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if weights is None else kernels.weights_scratch(&c.p)
@@ -771,6 +784,19 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     with nogil:
         fmha_pool_run(task, &c, items, scratch.threads)
     finish()
+
+
+cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t items, ptrdiff_t size, int threads) except -1:
+    cdef fmha_cut rows = c.cut
+    cdef Scratch shared = Scratch(kernels.matrix_shared(&c.p), 1)
+    cdef Scratch scratch = scratch_for(kernels.matrix_scratch(&c.p) * size, items, threads)
+    c.shared, c.scratch, c.scratch_size = shared.start, scratch.start, scratch.size
+    c.cut = kernels.matrix_cut(&c.p)
+    with nogil:
+        if fmha_pool_run(kernels.matrix_pack, c, fmha_items(&c.cut), threads):
+            c.cut = rows
+            fmha_pool_run(kernels.matrix_forward, c, items, scratch.threads)
+    return finish()
 
 
 def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, ptrdiff_t whole, int threads):

@@ -35,7 +35,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         const int64_t *offset
         const int64_t *key_start
         const int64_t *key_length
-        int stored
+        int stored, element, parts
         fmha_array q, k, v, bool_mask, additive_mask
         const char *sinks
         const char *alibi
@@ -56,6 +56,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *scratch
         ptrdiff_t scratch_size
         char *chunks
+        char *shared
 
     ctypedef struct fmha_finish:
         const char *bias
@@ -107,6 +108,11 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
         void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
+        void (*matrix_pack)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*matrix_shared)(const fmha_problem *) noexcept nogil
+        fmha_cut (*matrix_cut)(const fmha_problem *) noexcept nogil
+        void (*matrix_forward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*matrix_scratch)(const fmha_problem *) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil

@@ -1,26 +1,63 @@
 /* Which kernels there are, and which of them this CPU runs. The choice itself is Python's. */
 #include "fastmha.h"
 
-extern const fmha_kernels fmha_baseline_kernels_32, fmha_baseline_kernels_64;
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#include <cpuid.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+extern const fmha_kernels fmha_baseline_kernels_32, fmha_baseline_kernels_64, fmha_amx_emulated_kernels_32;
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 extern const fmha_kernels fmha_avx2_kernels_32, fmha_avx2_kernels_64, fmha_avx512_kernels_32, fmha_avx512_kernels_64;
+extern const fmha_kernels fmha_amx_kernels_32;
+
+/* AMX asks three: the CPU, the operating system whether it saves tiles, and Linux for this process's permission to use them. */
+static int tiles_run(void)
+{
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;     /* AMX-BF16, AMX-TILE */
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return 0;                        /* AVX512-BF16 */
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0;                                /* xgetbv */
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low >> 17 & 3) != 3) return 0;
+#ifdef __linux__
+    enum { ASK_FOR_PERMISSION = 0x1023, OF_TILES = 18 };
+    return syscall(SYS_arch_prctl, ASK_FOR_PERMISSION, OF_TILES) == 0;
+#else
+    return 0;       /* no system known to give them */
+#endif
+}
 
 int fmha_isa_runs(fmha_isa isa)
 {
     __builtin_cpu_init();
     int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")
+                 && __builtin_cpu_supports("avx512dq");
     if (isa == FMHA_AVX2) return avx2;
-    if (isa == FMHA_AVX512)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")
-               && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    return isa == FMHA_BASELINE;
+    if (isa == FMHA_AVX512) return avx512;
+    if (isa == FMHA_AMX) return avx512 && tiles_run();
+    return isa == FMHA_BASELINE || isa == FMHA_AMX_EMULATED;
 }
 
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 {
     if (isa == FMHA_AVX2) return is_double ? &fmha_avx2_kernels_64 : &fmha_avx2_kernels_32;
     if (isa == FMHA_AVX512) return is_double ? &fmha_avx512_kernels_64 : &fmha_avx512_kernels_32;
+    if (isa == FMHA_AMX) return is_double ? &fmha_avx512_kernels_64 : &fmha_amx_kernels_32;
+    if (isa == FMHA_AMX_EMULATED && !is_double) return &fmha_amx_emulated_kernels_32;
+    return is_double ? &fmha_baseline_kernels_64 : &fmha_baseline_kernels_32;
+}
+#elif defined(__GNUC__) || defined(__clang__)
+int fmha_isa_runs(fmha_isa isa) { return isa == FMHA_BASELINE || isa == FMHA_AMX_EMULATED; }
+
+const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
+{
+    if (isa == FMHA_AMX_EMULATED && !is_double) return &fmha_amx_emulated_kernels_32;
     return is_double ? &fmha_baseline_kernels_64 : &fmha_baseline_kernels_32;
 }
 #else
@@ -35,6 +72,6 @@ const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 
 const char *fmha_isa_name(fmha_isa isa)
 {
-    static const char *const names[FMHA_ISA_COUNT] = {"baseline", "avx2", "avx512"};
+    static const char *const names[FMHA_ISA_COUNT] = {"baseline", "avx2", "avx512", "amx", "amx-emulated"};
     return names[isa];
 }

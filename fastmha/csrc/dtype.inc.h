@@ -11,6 +11,10 @@
 #include "backward.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
+#if FMHA_TILES && FMHA_REAL == 32
+#include "matrix.inc.h"
+#include "matrix_forward.inc.h"
+#endif
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -44,6 +48,13 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .chunk_scratch = FMHA_NAME(chunk_scratch),
     .decode_merge = FMHA_NAME(decode_merge),
     .merge_scratch = FMHA_NAME(forward_scratch),
+#if FMHA_TILES && FMHA_REAL == 32
+    .matrix_pack = FMHA_NAME(matrix_pack),
+    .matrix_shared = FMHA_NAME(matrix_shared),
+    .matrix_cut = FMHA_NAME(matrix_cut),
+    .matrix_forward = FMHA_NAME(matrix_forward),
+    .matrix_scratch = FMHA_NAME(matrix_scratch),
+#endif
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
@@ -92,6 +103,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef EXACT_DISTANCE
 #undef VEC
 #undef BLOCK_VECTORS
+#undef QUERY_STEP
 #undef KEY_STEP
 #undef MASK_KEYS
 #undef GRANULE
@@ -122,6 +134,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_max
 #undef v_min
 #undef v_round
+#undef v_round_up
 #undef v_scale
 #undef v_fms
 #undef EACH

@@ -39,6 +39,8 @@ typedef struct {
     const int64_t *key_start;   /* (B,) the first valid key, NULL: 0 */
     const int64_t *key_length;  /* (B,) the end of the valid keys, no less than their start, NULL: Lk */
     int stored;                 /* element type of k and v; others than FMHA_SAME: forward of "tiled" and "decode" alone */
+    int element;                /* element type of q and out */
+    int parts;                  /* bfloat16 parts of what is multiplied on matrix tiles, 1 to 3; 0: nothing is */
     fmha_array q, k, v;
     fmha_array bool_mask;       /* uint8, nonzero = removed */
     fmha_array additive_mask;   /* the dtype of q, -inf = removed */
@@ -124,6 +126,7 @@ typedef struct {
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
     char *chunks;               /* decode: of each of its items, in their order, chunk_scratch elements */
+    char *shared;               /* operands packed for matrix tiles, on a cache line */
 } fmha_run;
 
 typedef struct {
@@ -183,6 +186,14 @@ typedef struct {
     void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
 
+    /* The same on matrix tiles, with float32 sums; NULL without them. A pass that packs keys and values, items as matrix_cut has
+     * them, into matrix_shared bytes; then blocks of rows as for tiled_forward. */
+    void (*matrix_pack)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*matrix_shared)(const fmha_problem *p);
+    fmha_cut (*matrix_cut)(const fmha_problem *p);
+    void (*matrix_forward)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*matrix_scratch)(const fmha_problem *p);
+
     /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch(N) elements.
      * packed: b (K, N) as gemm_pack has left it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns
      * starts at a multiple of FMHA_PANEL_COLUMNS. */
@@ -218,7 +229,7 @@ typedef struct {
 #define FMHA_BASELINE_FUSES 0
 #endif
 
-typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_ISA_COUNT } fmha_isa;
+typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_AMX, FMHA_AMX_EMULATED, FMHA_ISA_COUNT } fmha_isa;
 
 /* The table for an instruction set, or NULL where it is not compiled in. Whether this CPU runs it: fmha_isa_runs. */
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double);

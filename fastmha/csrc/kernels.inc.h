@@ -19,6 +19,8 @@ enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FETCH = 4 };
 #define FMHA_REAL 32
 #include "dtype.inc.h"
 #undef FMHA_REAL
+#ifndef FMHA_TILES          /* those of float64 are another table's */
 #define FMHA_REAL 64
 #include "dtype.inc.h"
 #undef FMHA_REAL
+#endif

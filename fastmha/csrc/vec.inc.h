@@ -122,6 +122,7 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #if FMHA_VECTOR_BYTES == 64
 #define X86_PREFIX _mm512_
 #define v_round(x) ((VEC)X86_OP(roundscale)((x), 8))
+#define v_round_up(x) ((VEC)X86_OP(roundscale)((x), 10))
 #define v_scale(x, n) ((VEC)X86_OP(scalef)((x), (n)))
 #elif FMHA_VECTOR_BYTES == 32
 #define X86_PREFIX _mm256_

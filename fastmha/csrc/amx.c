@@ -1,0 +1,31 @@
+/* AMX (tiles, bfloat16) beside AVX-512, for float32 and half precision, inside a fenced target region: nothing outside it may use these instructions. */
+#include "fastmha.h"
+#include "pool.h"
+#include "subnormals.h"
+#include <float.h>
+#include <math.h>
+#include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define FMHA_ISA amx
+#define FMHA_TILES 1
+#define FMHA_TILE_UNIT 1
+#define FMHA_VECTOR_BYTES 64
+#define MICRO_SUMS 24
+#define MICRO_VECTORS 4
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma")
+#endif
+#include "kernels.inc.h"
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

@@ -1,0 +1,354 @@
+/* Products on matrix tiles: tiles of 16 rows of 64 bytes, in registers of their own where the CPU has AMX.
+ *
+ * An operand is packed in tiles, each 1 KB in one piece, as bfloat16 parts: its first part is x rounded to bfloat16, the next what
+ * that leaves, rounded, and so on; a product of operands of so many parts is the sum of the products of parts i and j with
+ * i + j < parts. Sums are float32. As first operand a tile holds 16 rows of 32 terms of the sum; as second one 16 pairs of terms,
+ * of each the two of 16 columns side by side. A sum runs over its tiles in their order, and in a tile as the unit does it: even
+ * terms and odd terms apart, one after the other, then both added to what was there; subnormal operands and results count as 0. */
+
+#define TILE_ROWS 16        /* rows of a tile of the first operand and of the sums; columns of the second and of the sums */
+#define TILE_TERMS 32       /* terms of the sum in a tile of an operand */
+#define TILE_SIZE (TILE_ROWS * TILE_TERMS)
+#define MOST_PARTS 3
+#define GROUP (TILE_ROWS / LANES)   /* vectors of a row of a tile of sums */
+
+/* ------------------------------------------------------------------------------------------------ the words for tiles */
+
+#if FMHA_TILE_UNIT
+/* The compiler knows of no memory that the intrinsics touch: t_begin and t_end stand around whatever uses them. */
+typedef char FMHA_NAME(tile_registers);
+#define t_begin() __asm__ volatile("" ::: "memory")
+#define t_end() __asm__ volatile("" ::: "memory")
+#define t_zero(t, n) _tile_zero(n)
+#define t_load(t, n, from) _tile_loadd(n, from, 2 * TILE_TERMS)
+#define t_load_sums(t, n, from, ld) _tile_loadd(n, from, (ld) * (ptrdiff_t)sizeof(float))
+#define t_store_sums(t, n, to, ld) _tile_stored(n, to, (ld) * (ptrdiff_t)sizeof(float))
+#define t_multiply_add(t, n, a, b) _tile_dpbf16ps(n, a, b)
+#define t_release() _tile_release()
+
+/* Eight tiles of 16 rows of 64 bytes. */
+static inline void FMHA_NAME(t_configure)(void)
+{
+    struct { uint8_t palette, first_row, zero[14]; uint16_t bytes[16]; uint8_t rows[16]; } layout = {.palette = 1};
+    for (int n = 0; n < 8; n++) {
+        layout.bytes[n] = 64;
+        layout.rows[n] = TILE_ROWS;
+    }
+    t_begin();
+    _tile_loadconfig(&layout);
+}
+#else
+/* The same arithmetic in plain C: a product of two bfloat16 numbers is exact in float32, so that nothing is fused or not. */
+typedef union { float sums[TILE_ROWS][TILE_ROWS]; uint16_t terms[TILE_ROWS][TILE_TERMS]; } FMHA_NAME(tile_registers)[8];
+#define t_begin() ((void)0)
+#define t_end() ((void)0)
+#define t_zero(t, n) memset(&(t)[n], 0, sizeof (t)[n])
+#define t_load(t, n, from) memcpy((t)[n].terms, from, sizeof (t)[n].terms)
+#define t_load_sums(t, n, from, ld) \
+    do { for (int r = 0; r < TILE_ROWS; r++) memcpy((t)[n].sums[r], (from) + r * (ld), sizeof (t)[n].sums[r]); } while (0)
+#define t_store_sums(t, n, to, ld) \
+    do { for (int r = 0; r < TILE_ROWS; r++) memcpy((to) + r * (ld), (t)[n].sums[r], sizeof (t)[n].sums[r]); } while (0)
+#define t_multiply_add(t, n, a, b) FMHA_NAME(multiply_add)((t)[n].sums, (t)[a].terms, (t)[b].terms)
+#define t_release() ((void)0)
+static inline void FMHA_NAME(t_configure)(void) {}
+
+static void FMHA_NAME(multiply_add)(float sums[][TILE_ROWS], uint16_t a[][TILE_TERMS], uint16_t b[][TILE_TERMS])
+{
+    for (int r = 0; r < TILE_ROWS; r++) {
+        float even[TILE_ROWS] = {0}, odd[TILE_ROWS] = {0};
+        for (int k = 0; k < TILE_ROWS; k++) {
+            uint32_t first = (uint32_t)a[r][2 * k] << 16, second = (uint32_t)a[r][2 * k + 1] << 16, wide[TILE_TERMS];
+            float x, y, z[TILE_TERMS];
+            memcpy(&x, &first, sizeof x);
+            memcpy(&y, &second, sizeof y);
+            for (int c = 0; c < TILE_TERMS; c++) wide[c] = (uint32_t)b[k][c] << 16;
+            memcpy(z, wide, sizeof z);
+            for (int c = 0; c < TILE_ROWS; c++) {
+                even[c] += x * z[2 * c];
+                odd[c] += y * z[2 * c + 1];
+            }
+        }
+        for (int c = 0; c < TILE_ROWS; c++) sums[r][c] += even[c] + odd[c];
+    }
+}
+#endif
+
+/* ------------------------------------------------------------------------------- sixteen numbers, and bfloat16 of them */
+
+typedef struct { VEC v[GROUP]; } FMHA_NAME(group);
+#define EACH_VECTOR(u) _Pragma("GCC unroll 4") for (int u = 0; u < GROUP; u++)
+
+static inline float FMHA_NAME(from_bfloat)(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+/* Rounded to nearest even; for what is finite and does not round up to infinity. */
+static inline uint16_t FMHA_NAME(to_bfloat)(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* to (32) <- bfloat16 of a, then of b; where interleaved a[0] b[0] a[1] b[1] ...; *a, *b <- what that leaves of them. */
+static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const int interleaved, FMHA_NAME(group) *a, FMHA_NAME(group) *b, uint16_t *to)
+{
+#if FMHA_VECTOR_BYTES == 64 && defined(X86_OP) && FMHA_TILE_UNIT
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b->v[0], (__m512)a->v[0]), upper = _mm512_set1_epi32((int)0xffff0000);
+    if (interleaved) {
+        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                               19, 3, 18, 2, 17, 1, 16, 0);
+        both = _mm512_permutexvar_epi16(order, both);
+        _mm512_storeu_si512(to, both);
+        a->v[0] = a->v[0] - (VEC)_mm512_slli_epi32(both, 16);
+        b->v[0] = b->v[0] - (VEC)_mm512_and_si512(both, upper);
+    } else {
+        _mm512_storeu_si512(to, both);
+        a->v[0] = a->v[0] - (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
+        b->v[0] = b->v[0] - (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
+    }
+#else
+    float from[2][TILE_ROWS];
+    memcpy(from[0], a, sizeof from[0]);
+    memcpy(from[1], b, sizeof from[1]);
+    for (int l = 0; l < TILE_ROWS; l++)
+        for (int second = 0; second < 2; second++) {
+            uint16_t *at = to + (interleaved ? 2 * l + second : TILE_ROWS * second + l);
+            *at = FMHA_NAME(to_bfloat)(from[second][l]);
+            from[second][l] -= FMHA_NAME(from_bfloat)(*at);
+        }
+    memcpy(a, from[0], sizeof from[0]);
+    memcpy(b, from[1], sizeof from[1]);
+#endif
+}
+
+/* All parts of them, each `plane` elements behind the one before. */
+static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const int parts, const int interleaved, FMHA_NAME(group) a, FMHA_NAME(group) b,
+                                                                         uint16_t *to, ptrdiff_t plane)
+{
+#pragma GCC unroll 3
+    for (int p = 0; p < parts; p++) FMHA_NAME(store_part_of)(interleaved, &a, &b, to + p * plane);
+}
+
+/* n of sixteen elements of a type, zeros beyond. */
+static inline __attribute__((always_inline)) FMHA_NAME(group) FMHA_NAME(load_group)(const int type, const char *x, ptrdiff_t n)
+{
+    FMHA_NAME(group) value;
+    EACH_VECTOR(u) {
+        ptrdiff_t left = n - u * LANES;
+        const char *from = x + u * LANES * FMHA_NAME(stored_size)(type);
+        value.v[u] = left >= LANES ? FMHA_NAME(stored_load)(type, from) : left > 0 ? FMHA_NAME(stored_part)(type, from, left) : v_splat(0);
+    }
+    return value;
+}
+
+/* Sixteen groups as rows become their columns. */
+static inline __attribute__((always_inline)) void FMHA_NAME(transpose_groups)(FMHA_NAME(group) row[])
+{
+#if HAVE_TRANSPOSE && FMHA_VECTOR_BYTES == 64
+    FMHA_NAME(transpose)((VEC *)row);
+#else
+    float from[TILE_ROWS][TILE_ROWS], to[TILE_ROWS][TILE_ROWS];
+    memcpy(from, row, sizeof from);
+    for (int i = 0; i < TILE_ROWS; i++)
+        for (int j = 0; j < TILE_ROWS; j++) to[j][i] = from[i][j];
+    memcpy(row, to, sizeof to);
+#endif
+}
+
+/* ------------------------------------------------------------------------------------------------------------ packing */
+
+/* Where rows of an operand lie: `rows` of them from `data` on, or, with `row`, at these places; a row that is not `kept` counts as
+ * zeros. */
+typedef struct {
+    const char *data;
+    ptrdiff_t stride, rows, width;      /* in elements */
+    const char *const *row;
+    const unsigned char *left_out;      /* rows that count as zeros, or NULL */
+} FMHA_NAME(source);
+
+static inline FMHA_NAME(group) FMHA_NAME(source_group)(const int type, const FMHA_NAME(source) *x, ptrdiff_t i, ptrdiff_t d)
+{
+    ptrdiff_t n = i < x->rows && !(x->left_out && x->left_out[i]) ? x->width - d : 0;
+    const char *row = n > 0 ? (x->row ? x->row[i] : x->data + i * x->stride * FMHA_NAME(stored_size)(type)) : NULL;
+    return FMHA_NAME(load_group)(type, n > 0 ? row + d * FMHA_NAME(stored_size)(type) : NULL, n < TILE_ROWS ? n : TILE_ROWS);
+}
+
+/* The four ways in which an operand x (rows, width) is packed. As first operand: its rows along (rows along the tile's rows, the sum
+ * over its columns), or its columns (x^T: the sum over its rows); as second: x^T (the sum over its columns), or x (over its rows). */
+enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transposed), FMHA_NAME(second) };
+
+/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart. */
+static inline __attribute__((always_inline)) void FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x,
+                                                                     ptrdiff_t step, uint16_t *to, ptrdiff_t plane)
+{
+    const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second);
+    const ptrdiff_t row_step = over_rows ? TILE_TERMS : TILE_ROWS, column_step = over_rows ? TILE_ROWS : TILE_TERMS;
+    for (ptrdiff_t i = 0; i < x->rows; i += row_step)
+        for (ptrdiff_t d = 0; d < x->width; d += column_step) {
+            uint16_t *tile = to + (over_rows ? d / TILE_ROWS * step + i / TILE_TERMS : i / TILE_ROWS * step + d / TILE_TERMS) * TILE_SIZE;
+            if (way == FMHA_NAME(first)) {
+                for (int r = 0; r < TILE_ROWS; r++)
+                    FMHA_NAME(store_parts)(parts, 0, FMHA_NAME(source_group)(type, x, i + r, d),
+                                           FMHA_NAME(source_group)(type, x, i + r, d + TILE_ROWS), tile + r * TILE_TERMS, plane);
+            } else if (way == FMHA_NAME(second)) {
+                for (int r = 0; r < TILE_ROWS; r++)
+                    FMHA_NAME(store_parts)(parts, 1, FMHA_NAME(source_group)(type, x, i + 2 * r, d),
+                                           FMHA_NAME(source_group)(type, x, i + 2 * r + 1, d), tile + r * TILE_TERMS, plane);
+            } else {
+                FMHA_NAME(group) low[TILE_ROWS], high[TILE_ROWS];
+                for (int r = 0; r < TILE_ROWS; r++) {
+                    low[r] = FMHA_NAME(source_group)(type, x, i + r, d);
+                    high[r] = over_rows ? FMHA_NAME(source_group)(type, x, i + TILE_ROWS + r, d)
+                                        : FMHA_NAME(source_group)(type, x, i + r, d + TILE_ROWS);
+                }
+                FMHA_NAME(transpose_groups)(low);
+                FMHA_NAME(transpose_groups)(high);
+                if (over_rows) {
+                    for (int r = 0; r < TILE_ROWS; r++) FMHA_NAME(store_parts)(parts, 0, low[r], high[r], tile + r * TILE_TERMS, plane);
+                } else {
+                    for (int r = 0; r < TILE_ROWS; r += 2) {
+                        FMHA_NAME(store_parts)(parts, 1, low[r], low[r + 1], tile + r / 2 * TILE_TERMS, plane);
+                        FMHA_NAME(store_parts)(parts, 1, high[r], high[r + 1], tile + (r + TILE_ROWS) / 2 * TILE_TERMS, plane);
+                    }
+                }
+            }
+        }
+}
+
+#define PACK_PARTS(type, way) \
+    do { \
+        if (parts == 1) FMHA_NAME(pack_as)(type, 1, way, x, step, to, plane); \
+        else if (parts == 2) FMHA_NAME(pack_as)(type, 2, way, x, step, to, plane); \
+        else FMHA_NAME(pack_as)(type, 3, way, x, step, to, plane); \
+    } while (0)
+#define PACK_WAY(name, way) \
+    static __attribute__((noinline)) void FMHA_NAME(name)(int type, int parts, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to, \
+                                                          ptrdiff_t plane) \
+    { \
+        if (type == FMHA_BFLOAT) FMHA_NAME(pack_as)(FMHA_BFLOAT, 1, way, x, step, to, plane); \
+        else if (type == FMHA_HALF) PACK_PARTS(FMHA_HALF, way); \
+        else PACK_PARTS(FMHA_SAME, way); \
+    }
+PACK_WAY(pack_first, FMHA_NAME(first))
+PACK_WAY(pack_first_transposed, FMHA_NAME(first_transposed))
+PACK_WAY(pack_second_transposed, FMHA_NAME(second_transposed))
+PACK_WAY(pack_second, FMHA_NAME(second))
+
+/* ------------------------------------------------------------------------------------------------------------ products */
+
+/* An operand in tiles: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, parts `plane` elements apart, `parts` of them. */
+typedef struct {
+    const uint16_t *tiles;
+    ptrdiff_t step, plane;
+    int parts;
+} FMHA_NAME(operand);
+
+/* sums (16 rows, 16 columns tiles: rows by columns of them, two at most each) <- (add ? sums : 0) + a @ b over `depth` tiles. */
+static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
+    const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth, const uint16_t *a,
+    const FMHA_NAME(operand) *first, const uint16_t *b, const FMHA_NAME(operand) *second, float *sums, ptrdiff_t ld)
+{
+    FMHA_NAME(tile_registers) t;
+    (void)t;
+    const int most = a_parts > b_parts ? a_parts : b_parts;
+    ptrdiff_t a_step = first->step * TILE_SIZE, b_step = second->step * TILE_SIZE;
+    if (add) {
+        t_load_sums(t, 0, sums, ld);
+        if (columns > 1) t_load_sums(t, 1, sums + TILE_ROWS, ld);
+        if (rows > 1) t_load_sums(t, 2, sums + TILE_ROWS * ld, ld);
+        if (rows > 1 && columns > 1) t_load_sums(t, 3, sums + TILE_ROWS * ld + TILE_ROWS, ld);
+    } else {
+        t_zero(t, 0);
+        if (columns > 1) t_zero(t, 1);
+        if (rows > 1) t_zero(t, 2);
+        if (rows > 1 && columns > 1) t_zero(t, 3);
+    }
+    for (ptrdiff_t k = 0; k < depth; k++, a += TILE_SIZE, b += TILE_SIZE)
+#pragma GCC unroll 3
+        for (int of_a = 0; of_a < a_parts; of_a++) {
+            t_load(t, 4, a + of_a * first->plane);
+            if (rows > 1) t_load(t, 5, a + of_a * first->plane + a_step);
+#pragma GCC unroll 3
+            for (int of_b = 0; of_b < (b_parts < most - of_a ? b_parts : most - of_a); of_b++) {
+                t_load(t, 6, b + of_b * second->plane);
+                t_multiply_add(t, 0, 4, 6);
+                if (rows > 1) t_multiply_add(t, 2, 5, 6);
+                if (columns > 1) t_load(t, 7, b + of_b * second->plane + b_step);
+                if (columns > 1) t_multiply_add(t, 1, 4, 7);
+                if (rows > 1 && columns > 1) t_multiply_add(t, 3, 5, 7);
+            }
+        }
+    t_store_sums(t, 0, sums, ld);
+    if (columns > 1) t_store_sums(t, 1, sums + TILE_ROWS, ld);
+    if (rows > 1) t_store_sums(t, 2, sums + TILE_ROWS * ld, ld);
+    if (rows > 1 && columns > 1) t_store_sums(t, 3, sums + TILE_ROWS * ld + TILE_ROWS, ld);
+}
+
+/* sums (rows, columns), in whole tiles, <- (add ? sums : 0) + a (rows, depth) @ b (depth, columns), all counted in tiles. */
+static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
+    const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const FMHA_NAME(operand) *a,
+    const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
+{
+    t_begin();
+    for (ptrdiff_t i = 0; i < rows; i += 2)
+        for (ptrdiff_t j = 0; j < columns; j += 2) {
+            const uint16_t *from_a = a->tiles + i * a->step * TILE_SIZE, *from_b = b->tiles + j * b->step * TILE_SIZE;
+            float *to = sums + i * TILE_ROWS * ld + j * TILE_ROWS;
+#define BLOCK(many, wide) FMHA_NAME(tile_block)(a_parts, b_parts, many, wide, add, depth, from_a, a, from_b, b, to, ld)
+            if (rows - i > 1 && columns - j > 1) BLOCK(2, 2);
+            else if (rows - i > 1) BLOCK(2, 1);
+            else if (columns - j > 1) BLOCK(1, 2);
+            else BLOCK(1, 1);
+#undef BLOCK
+        }
+    t_end();
+}
+
+static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const FMHA_NAME(operand) *a, const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
+{
+#define OF_PARTS(of_a, of_b) \
+    case 4 * of_a + of_b: \
+        if (add) FMHA_NAME(tile_product_of)(of_a, of_b, 1, rows, columns, depth, a, b, sums, ld); \
+        else FMHA_NAME(tile_product_of)(of_a, of_b, 0, rows, columns, depth, a, b, sums, ld); \
+        break
+    switch (4 * a->parts + b->parts) {
+        OF_PARTS(1, 1);
+        OF_PARTS(1, 2);
+        OF_PARTS(2, 1);
+        OF_PARTS(2, 2);
+        OF_PARTS(3, 3);
+    }
+#undef OF_PARTS
+}
+
+/* ------------------------------------------------------------------------------------------------------------- 2 to the x */
+
+/* Minimax fits of 2^x over |x| <= 1/2, relative errors 2.6e-6 and 7.5e-8: enough beside what the parts leave out. */
+static const float FMHA_NAME(power_fit_4)[] = {0x1.ffffe8p-1f, 0x1.62e0dcp-1f, 0x1.ec06dap-3f, 0x1.ca1440p-5f, 0x1.3997d6p-7f};
+static const float FMHA_NAME(power_fit_5)[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f, 0x1.5c08e6p-10f};
+#define POWER_LOW -250.0f      /* below it the power is 0 */
+
+/* y <- 2^x of n vectors, x <= 127; NaN at NaN. */
+static inline __attribute__((always_inline)) void FMHA_NAME(powers)(const int parts, const int n, VEC *x)
+{
+    VEC whole[8], y[8];
+    EACH(i) {
+        x[i] = v_max(v_splat(POWER_LOW), x[i]);
+#ifdef v_round
+        whole[i] = v_round(x[i]);
+        x[i] = x[i] - whole[i];
+#else
+        whole[i] = x[i] + v_splat(EXP_MAGIC);
+        x[i] = x[i] - (whole[i] - v_splat(EXP_MAGIC));
+#endif
+    }
+    if (parts == 1) FMHA_NAME(horner)(n, 5, FMHA_NAME(power_fit_4), x, y);
+    else FMHA_NAME(horner)(n, 6, FMHA_NAME(power_fit_5), x, y);
+    EACH(i) x[i] = FMHA_NAME(scaled)(y[i], whole[i]);
+}

@@ -1,0 +1,440 @@
+/* The "tiled" algorithm on matrix tiles, forward: as forward.inc.h, with the products of matrix.inc.h and exponentials of base 2.
+ *
+ * Keys and values are packed in a pass of their own, chunk after chunk of a head's keys, for all blocks of rows: keys as first
+ * operand of S^T (keys, queries) <- k @ q^T, values as that of out^T (Dv, queries) <- v^T @ P^T. Scores lie as in block.inc.h, which
+ * masks them; the softmax leaves P^T as second operand.
+ *
+ * What tiles cannot do is done by forward.inc.h, row by row: rows whose queries, or one of whose keys or values, are not finite or
+ * beyond LARGE_PART, rows whose scores or sums are, and rows so small that subnormal numbers count. What is such counts as zeros in
+ * the tiles: nothing of it reaches another row. A row's bits depend on its own numbers, as everywhere. */
+
+#define MATRIX_KEYS 256         /* keys of a chunk, and of a tile of scores */
+#define LARGE_PART POWER(55)    /* sums of so many products of such numbers are far from overflow */
+#define FAR_SCORE POWER(100)    /* in powers of 2 */
+
+/* The keys of a chunk of a head whose keys are shorter than one. */
+static inline ptrdiff_t FMHA_NAME(matrix_keys)(const fmha_problem *p)
+{
+    return p->Lk < MATRIX_KEYS ? ROUND_UP(p->Lk, TILE_TERMS) : MATRIX_KEYS;
+}
+
+static inline int FMHA_NAME(parts_of)(int parts, int type) { return type == FMHA_BFLOAT ? 1 : type == FMHA_HALF && parts > 2 ? 2 : parts; }
+
+/* What all blocks of rows share of a chunk: keys and values as operands; of each key whether it is odd: it or its value is not finite
+ * or too large. */
+typedef struct {
+    FMHA_NAME(operand) keys, values;
+    unsigned char *odd;
+    int *some_odd;
+} FMHA_NAME(matrix_chunk);
+
+/* Returns the size of a chunk in bytes; without memory that is all. */
+static ptrdiff_t FMHA_NAME(shared_layout)(const fmha_problem *p, char *memory, FMHA_NAME(matrix_chunk) *to)
+{
+    const ptrdiff_t keys = FMHA_NAME(matrix_keys)(p), size = (ptrdiff_t)sizeof(uint16_t);
+    const ptrdiff_t key_plane = keys * ROUND_UP(p->D, TILE_TERMS), value_plane = keys * ROUND_UP(p->Dv, TILE_ROWS);
+    const int parts = FMHA_NAME(parts_of)(p->parts, p->stored);
+    char *at = memory;
+    to->keys = (FMHA_NAME(operand)){(const uint16_t *)at, (p->D + TILE_TERMS - 1) / TILE_TERMS, key_plane, parts};
+    at += parts * key_plane * size;
+    to->values = (FMHA_NAME(operand)){(const uint16_t *)at, keys / TILE_TERMS, value_plane, parts};
+    at += parts * value_plane * size;
+    to->odd = (unsigned char *)at;
+    at += ROUND_UP(keys, FMHA_CACHE_LINE);
+    to->some_odd = (int *)at;
+    return at + FMHA_CACHE_LINE - memory;
+}
+
+static ptrdiff_t FMHA_NAME(matrix_chunks)(const fmha_problem *p)
+{
+    return p->Lk == 0 ? 0 : (p->Lk + FMHA_NAME(matrix_keys)(p) - 1) / FMHA_NAME(matrix_keys)(p);
+}
+
+/* Bytes of the chunks of all heads. */
+static ptrdiff_t FMHA_NAME(matrix_shared)(const fmha_problem *p)
+{
+    FMHA_NAME(matrix_chunk) unused;
+    return p->B * p->Hkv * FMHA_NAME(matrix_chunks)(p) * FMHA_NAME(shared_layout)(p, NULL, &unused);
+}
+
+/* Chunk n of head (b, hkv). */
+static void FMHA_NAME(chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t n, FMHA_NAME(matrix_chunk) *to)
+{
+    const fmha_problem *p = &run->p;
+    FMHA_NAME(matrix_chunk) unused;
+    ptrdiff_t at = (b * p->Hkv + hkv) * FMHA_NAME(matrix_chunks)(p) + n;
+    FMHA_NAME(shared_layout)(p, run->shared + at * FMHA_NAME(shared_layout)(p, NULL, &unused), to);
+}
+
+/* Whether some number is not finite or beyond `most`. */
+static inline __attribute__((always_inline)) int FMHA_NAME(odd_row_of)(const int type, const char *x, ptrdiff_t n, REAL most)
+{
+    VEC limit = v_splat(most);
+    IVEC odd = v_truth(limit != limit);
+    for (ptrdiff_t d = 0; d < n; d += TILE_ROWS) {
+        FMHA_NAME(group) value = FMHA_NAME(load_group)(type, x + d * FMHA_NAME(stored_size)(type), n - d < TILE_ROWS ? n - d : TILE_ROWS);
+        EACH_VECTOR(u) odd |= ~v_truth(v_abs(value.v[u]) < limit);
+    }
+    return v_any(odd);
+}
+
+static int FMHA_NAME(odd_row)(int type, const char *x, ptrdiff_t n, REAL most)
+{
+    switch (type) {
+    case FMHA_BFLOAT: return FMHA_NAME(odd_row_of)(FMHA_BFLOAT, x, n, most);
+    case FMHA_HALF: return FMHA_NAME(odd_row_of)(FMHA_HALF, x, n, most);
+    default: return FMHA_NAME(odd_row_of)(FMHA_SAME, x, n, most);
+    }
+}
+
+static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p)
+{
+    fmha_cut cut = fmha_heads_cut(p);
+    cut.col_step = MATRIX_KEYS;
+    return cut;
+}
+
+/* Item: a chunk of keys of a head is packed. */
+static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    FMHA_NAME(matrix_chunk) chunk;
+    (void)worker;
+    FMHA_NAME(chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored);
+    const char *k = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), *v = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0);
+    *chunk.some_odd = 0;
+    for (ptrdiff_t j = 0; j < item.cols; j++) {
+        chunk.odd[j] = (unsigned char)(FMHA_NAME(odd_row)(p->stored, k + j * p->k.stride[2] * size, p->D, LARGE_PART)
+                                       || FMHA_NAME(odd_row)(p->stored, v + j * p->v.stride[2] * size, p->Dv, LARGE_PART));
+        *chunk.some_odd |= chunk.odd[j];
+    }
+    const unsigned char *odd = *chunk.some_odd ? chunk.odd : NULL;
+    const FMHA_NAME(source) keys = {.data = k, .stride = p->k.stride[2], .rows = item.cols, .width = p->D, .left_out = odd};
+    const FMHA_NAME(source) values = {.data = v, .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv, .left_out = odd};
+    FMHA_NAME(pack_first)(p->stored, chunk.keys.parts, &keys, chunk.keys.step, (uint16_t *)chunk.keys.tiles, chunk.keys.plane);
+    FMHA_NAME(pack_first_transposed)(p->stored, chunk.values.parts, &values, chunk.values.step, (uint16_t *)chunk.values.tiles, chunk.values.plane);
+}
+
+/* Scratch of one thread: q as second operand; scores^T (keys, queries); P^T as second operand; sums of out^T (Dv, queries); of each
+ * query peak, total and what its sums shrink by. */
+typedef struct {
+    FMHA_NAME(operand) q, weights;
+    REAL *scores, *out, *peak, *total, *shrink;
+} FMHA_NAME(matrix_memory);
+
+/* The next n bfloat16 numbers, as REALs are taken. */
+static inline uint16_t *FMHA_NAME(take_tiles)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
+{
+    return (uint16_t *)FMHA_NAME(take)(memory, used, n / 2);
+}
+
+static ptrdiff_t FMHA_NAME(matrix_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(matrix_memory) *m)
+{
+    const ptrdiff_t keys = FMHA_NAME(matrix_keys)(p), width = ROUND_UP(p->D, TILE_TERMS), q_plane = width * BLOCK_ROWS;
+    const int q_parts = FMHA_NAME(parts_of)(p->parts, p->element);
+    ptrdiff_t used = 0;
+    m->q = (FMHA_NAME(operand)){FMHA_NAME(take_tiles)(memory, &used, q_parts * q_plane), width / TILE_TERMS, q_plane, q_parts};
+    m->weights = (FMHA_NAME(operand)){FMHA_NAME(take_tiles)(memory, &used, p->parts * keys * BLOCK_ROWS), keys / TILE_TERMS,
+                                      keys * BLOCK_ROWS, p->parts};
+    m->scores = FMHA_NAME(take)(memory, &used, keys * BLOCK_ROWS);
+    m->out = FMHA_NAME(take)(memory, &used, ROUND_UP(p->Dv, TILE_ROWS) * BLOCK_ROWS);
+    m->peak = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->shrink = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    return used;
+}
+
+/* Behind it, that of forward.inc.h for the rows that are left to it. */
+static ptrdiff_t FMHA_NAME(matrix_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(matrix_memory) unused;
+    return FMHA_NAME(matrix_layout)(p, NULL, &unused) + FMHA_NAME(forward_scratch)(p);
+}
+
+/* Where the scores are what is masked, and natural logarithms of the weights up to a shift; else they are products of q and k, and
+ * the scale goes into the exponent's factor. */
+static inline int FMHA_NAME(natural_scores)(const fmha_problem *p)
+{
+    return FMHA_NAME(rescored)(p) || p->additive_mask.data || !(p->scale >= 0x1p-20 && p->scale <= 0x1p20);
+}
+
+/* The online softmax of some groups of queries over keys [low, high) of a tile, high - low even: P^T into `to` as second operand,
+ * peak and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers of 2,
+ * the peak a whole number, so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays
+ * in s and is not packed. */
+static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
+    const int parts, const int groups, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor, REAL *s,
+    uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
+{
+    const int n = groups * GROUP;
+    VEC best[8], shift[8], sum[8], gone = v_splat(NEGATIVE_INFINITY);
+    IVEC moved = v_truth(gone != gone);
+    EACH(i) best[i] = gone;
+    for (ptrdiff_t k = low; k < high; k++)
+        EACH(i) {
+            VEC score = v_load(s + k * queries + i * LANES);
+            best[i] = v_max(score, best[i]);
+        }
+    VEC power[8];
+    EACH(i) {
+        VEC before = v_load(peak + i * LANES);
+        if (!natural) {
+            best[i] = best[i] * factor;
+#ifdef v_round_up
+            best[i] = v_round_up(best[i]);
+#else
+            VEC near = (best[i] + v_splat(EXP_MAGIC)) - v_splat(EXP_MAGIC);
+            best[i] = v_select(v_greater(v_splat(0x1p22f), v_abs(best[i])), v_select(v_greater(best[i], near), near + v_splat(1), near), best[i]);
+#endif
+        }
+        best[i] = v_max(before, best[i]);
+        moved |= ~v_equal(before, best[i]);
+        v_store(peak + i * LANES, best[i]);
+        shift[i] = v_select(v_equal(best[i], gone), v_splat(0), best[i]);
+        power[i] = (before - shift[i]) * (natural ? factor : (REAL)1);
+    }
+    FMHA_NAME(powers)(2, n, power);
+    EACH(i) {
+        v_store(shrink + i * LANES, power[i]);
+        sum[i] = v_load(total + i * LANES) * power[i];
+    }
+    for (ptrdiff_t k = low; k < high; k += 2) {
+        VEC even[8], odd[8];
+        EACH(i) {
+            even[i] = v_load(s + k * queries + i * LANES);
+            odd[i] = v_load(s + (k + 1) * queries + i * LANES);
+            even[i] = natural ? (even[i] - shift[i]) * factor : even[i] * factor - shift[i];
+            odd[i] = natural ? (odd[i] - shift[i]) * factor : odd[i] * factor - shift[i];
+        }
+        FMHA_NAME(powers)(parts, n, even);
+        FMHA_NAME(powers)(parts, n, odd);
+        EACH(i) {
+            sum[i] = sum[i] + (even[i] + odd[i]);
+            if (kept) {
+                v_store(s + k * queries + i * LANES, even[i]);
+                v_store(s + (k + 1) * queries + i * LANES, odd[i]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int g = 0; !kept && g < groups; g++) {
+            FMHA_NAME(group) a, b;
+            EACH_VECTOR(u) {
+                a.v[u] = even[g * GROUP + u];
+                b.v[u] = odd[g * GROUP + u];
+            }
+            FMHA_NAME(store_parts)(parts, 1, a, b, to + g * weights->step * TILE_SIZE + k / TILE_TERMS * TILE_SIZE + k % TILE_TERMS / 2 * TILE_TERMS,
+                                   weights->plane);
+        }
+    }
+    EACH(i) v_store(total + i * LANES, sum[i]);
+    return v_any(moved);
+}
+
+/* P^T of one group of queries, keys [low, high) of s, into its operand. */
+static void FMHA_NAME(pack_weights)(int parts, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, const REAL *s, uint16_t *to, ptrdiff_t plane)
+{
+    for (ptrdiff_t k = low; k < high; k += 2) {
+        FMHA_NAME(group) a, b;
+        EACH_VECTOR(u) {
+            a.v[u] = v_load(s + k * queries + u * LANES);
+            b.v[u] = v_load(s + (k + 1) * queries + u * LANES);
+        }
+        uint16_t *at = to + k / TILE_TERMS * TILE_SIZE + k % TILE_TERMS / 2 * TILE_TERMS;
+        if (parts == 1) FMHA_NAME(store_parts)(1, 1, a, b, at, plane);
+        else if (parts == 2) FMHA_NAME(store_parts)(2, 1, a, b, at, plane);
+        else FMHA_NAME(store_parts)(3, 1, a, b, at, plane);
+    }
+}
+
+/* Zeros for the pairs of keys [low, high) of a group of queries. */
+static void FMHA_NAME(clear_weights)(const FMHA_NAME(operand) *weights, ptrdiff_t group, ptrdiff_t low, ptrdiff_t high)
+{
+    for (int part = 0; part < weights->parts; part++)
+        for (ptrdiff_t k = low; k < high; k += 2)
+            memset((uint16_t *)weights->tiles + part * weights->plane + (group * weights->step + k / TILE_TERMS) * TILE_SIZE
+                   + k % TILE_TERMS / 2 * TILE_TERMS, 0, TILE_TERMS * sizeof(uint16_t));
+}
+
+#define SOFTMAX(groups, natural, kept, g) \
+    (parts == 1 ? FMHA_NAME(matrix_softmax_of)(1, groups, natural, kept, low, high, queries, factor, s + (g) * TILE_ROWS, \
+                      (uint16_t *)weights->tiles + (g) * weights->step * TILE_SIZE, weights, peak + (g) * TILE_ROWS, total + (g) * TILE_ROWS, \
+                      shrink + (g) * TILE_ROWS) \
+                : FMHA_NAME(matrix_softmax_of)(2, groups, natural, kept, low, high, queries, factor, s + (g) * TILE_ROWS, \
+                      (uint16_t *)weights->tiles + (g) * weights->step * TILE_SIZE, weights, peak + (g) * TILE_ROWS, total + (g) * TILE_ROWS, \
+                      shrink + (g) * TILE_ROWS))
+
+/* Of all groups of queries the keys [low, high) in whole tiles of the sum; returns whether some row shrinks. */
+static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(ptrdiff_t groups, int natural, int kept, ptrdiff_t low, ptrdiff_t high,
+    REAL factor, REAL *s, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
+{
+    const int parts = weights->parts;
+    ptrdiff_t queries = groups * TILE_ROWS;
+    int moved = 0;
+#if FMHA_VECTOR_BYTES == 64
+    if (groups == 4 && !natural && !kept) return SOFTMAX(4, 0, 0, 0);
+#endif
+    for (ptrdiff_t g = 0; g < groups; g++) {
+        if (natural && kept) moved |= SOFTMAX(1, 1, 1, g);
+        else if (natural) moved |= SOFTMAX(1, 1, 0, g);
+        else if (kept) moved |= SOFTMAX(1, 0, 1, g);
+        else moved |= SOFTMAX(1, 0, 0, g);
+    }
+    return moved;
+}
+
+/* Where row r of the block lies in x. */
+static inline const char *FMHA_NAME(typed_row)(int type, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
+{
+    return x->data + (block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2]) * FMHA_NAME(stored_size)(type);
+}
+
+/* q of the block as second operand; rows that are odd count as zeros. Returns which are: a bit each. */
+static uint64_t FMHA_NAME(matrix_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, const FMHA_NAME(operand) *q)
+{
+    const char *row[BLOCK_ROWS];
+    unsigned char left_out[BLOCK_ROWS];
+    uint64_t odd = 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        row[r] = FMHA_NAME(typed_row)(p->element, &p->q, block, r);
+        left_out[r] = (unsigned char)FMHA_NAME(odd_row)(p->element, row[r], p->D, LARGE_PART);
+        if (left_out[r]) odd |= (uint64_t)1 << r;
+    }
+    const FMHA_NAME(source) x = {.row = row, .rows = block->rows, .width = p->D, .left_out = odd ? left_out : NULL};
+    FMHA_NAME(pack_second_transposed)(p->element, q->parts, &x, q->step, (uint16_t *)q->tiles, q->plane);
+    return odd;
+}
+
+/* The rows of the block that may attend one of the chunk's odd keys: a bit each. */
+static uint64_t FMHA_NAME(odd_rows)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const unsigned char *odd)
+{
+    uint64_t rows = 0;
+    for (ptrdiff_t k = 0; k < n; k++)
+        for (ptrdiff_t r = 0; odd[k] && r < block->rows; r++)
+            if (!(rows >> r & 1) && !FMHA_NAME(pair_removed)(p, block, r, j + k, 0)) rows |= (uint64_t)1 << r;
+    return rows;
+}
+
+/* One block against all its keys, into m's sums, peaks and totals. Returns the rows that tiles cannot do: a bit each. */
+static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m)
+{
+    const fmha_problem *p = &run->p;
+    const int natural = FMHA_NAME(natural_scores)(p), kept = p->dropout.factor != 0;
+    const REAL factor = (REAL)(natural ? LOG2_E : p->scale * LOG2_E);
+    const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS, depth = (p->D + TILE_TERMS - 1) / TILE_TERMS;
+    const ptrdiff_t value_rows = (p->Dv + TILE_ROWS - 1) / TILE_ROWS;
+    REAL *s = m->scores, *out = m->out;
+    uint64_t odd = FMHA_NAME(matrix_queries)(p, block, &m->q);
+    for (ptrdiff_t q = 0; q < queries; q++) {
+        REAL sink = q < block->rows ? FMHA_NAME(sink)(p, block->head[q]) : NEGATIVE_INFINITY;
+        m->peak[q] = natural ? sink : ceilf(sink * LOG2_E);
+        m->total[q] = sink == NEGATIVE_INFINITY ? 0 : natural ? 1 : exp2f(sink * LOG2_E - m->peak[q]);
+    }
+    int begun = 0;
+    for (ptrdiff_t start = block->j0 / MATRIX_KEYS * MATRIX_KEYS; start < block->j1 && !fmha_pool_stopped(); start += MATRIX_KEYS) {
+        FMHA_NAME(matrix_chunk) chunk;
+        /* Keys before j0 are left out, by whole tiles. */
+        ptrdiff_t j = start < block->j0 ? block->j0 / TILE_TERMS * TILE_TERMS : start, skip = j - start;
+        ptrdiff_t n = (block->j1 < start + MATRIX_KEYS ? block->j1 : start + MATRIX_KEYS) - j, whole = ROUND_UP(n, TILE_TERMS);
+        int touched = FMHA_NAME(touched)(p, block, j, n);
+        if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
+        FMHA_NAME(chunk_at)(run, block->b, block->hkv, start / MATRIX_KEYS, &chunk);
+        if (*chunk.some_odd) odd |= FMHA_NAME(odd_rows)(p, block, j, n, chunk.odd + skip);
+        FMHA_NAME(operand) keys = chunk.keys, values = chunk.values;
+        keys.tiles += skip / TILE_ROWS * keys.step * TILE_SIZE;
+        values.tiles += skip / TILE_TERMS * TILE_SIZE;
+        /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
+        FMHA_NAME(tile_product)(0, whole / TILE_ROWS, groups, depth, &keys, &m->q, s, queries);
+        if (natural)
+            for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
+        int banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
+        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j, s, NULL);
+        for (ptrdiff_t v = 0; banded && v < queries / LANES; v++)
+            for (ptrdiff_t k = 0; k < n; k++)
+                if (k < block->low[v] || k >= block->high[v]) v_store(s + k * queries + v * LANES, v_splat(NEGATIVE_INFINITY));
+        for (ptrdiff_t e = n * queries; e < whole * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
+        int moved = FMHA_NAME(matrix_softmax)(groups, natural, kept, 0, whole, factor, s, &m->weights, m->peak, m->total, m->shrink);
+        if (kept) {
+            for (ptrdiff_t v = 0; v < queries / LANES; v++) { block->low[v] = 0; block->high[v] = n; }
+            FMHA_NAME(drop_tile)(p, block, j, s, NULL);
+            for (ptrdiff_t g = 0; g < groups; g++)
+                FMHA_NAME(pack_weights)(m->weights.parts, 0, whole, queries, s + g * TILE_ROWS,
+                                        (uint16_t *)m->weights.tiles + g * m->weights.step * TILE_SIZE, m->weights.plane);
+        }
+        /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
+        for (ptrdiff_t d = 0; begun && moved && d < value_rows * TILE_ROWS; d++)
+            for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(out + d * queries + q, v_load(out + d * queries + q) * v_load(m->shrink + q));
+        FMHA_NAME(tile_product)(begun, value_rows, groups, whole / TILE_TERMS, &values, &m->weights, out, queries);
+        begun = 1;
+    }
+    if (!begun) memset(out, 0, (size_t)(value_rows * TILE_ROWS * queries) * sizeof(REAL));
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (!(m->total[r] < FAR_SCORE) || (m->peak[r] != NEGATIVE_INFINITY && !natural && !(m->peak[r] < FAR_SCORE && m->peak[r] > -FAR_SCORE)))
+            odd |= (uint64_t)1 << r;
+    return odd;
+}
+
+/* n numbers into a row of a type. */
+static void FMHA_NAME(store_row)(int type, ptrdiff_t n, const REAL *x, char *to)
+{
+    if (type == FMHA_SAME) {
+        memcpy(to, x, (size_t)n * sizeof(REAL));
+        return;
+    }
+    for (ptrdiff_t d = 0; d < n; d++) {
+        uint16_t bits = FMHA_NAME(to_bfloat)(x[d]);
+        memcpy(to + 2 * d, &bits, 2);
+    }
+}
+
+/* The block's rows of out and lse, but those that are odd. Returns these, and those found to be tiny: a bit each. */
+static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, uint64_t odd)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t queries = block->queries, width = ROUND_UP(p->Dv, TILE_ROWS);
+    REAL *rows = m->scores;         /* (16, width), the scores are done with */
+    for (ptrdiff_t q = 0; q < block->rows; q += TILE_ROWS) {
+        FMHA_NAME(group) inverse, total;
+        EACH_VECTOR(u) {
+            total.v[u] = v_load(m->total + q + u * LANES);
+            inverse.v[u] = v_select(v_equal(total.v[u], v_splat(0)), v_splat(0), v_splat(1) / total.v[u]);
+        }
+        for (ptrdiff_t d = 0; d < width; d += TILE_ROWS) {
+            FMHA_NAME(group) row[TILE_ROWS];
+            for (int l = 0; l < TILE_ROWS; l++) EACH_VECTOR(u) row[l].v[u] = v_load(m->out + (d + l) * queries + q + u * LANES) * inverse.v[u];
+            FMHA_NAME(transpose_groups)(row);
+            for (int l = 0; l < TILE_ROWS; l++) EACH_VECTOR(u) v_store(rows + l * width + d + u * LANES, row[l].v[u]);
+        }
+        for (ptrdiff_t l = 0; l < TILE_ROWS && q + l < block->rows; l++) {
+            ptrdiff_t r = q + l;
+            if (odd >> r & 1) continue;
+            if (m->total[r] != 0 && FMHA_NAME(tiny_row)(p->Dv, rows + l * width)) {
+                odd |= (uint64_t)1 << r;
+                continue;
+            }
+            FMHA_NAME(store_row)(p->element, p->Dv, rows + l * width, (char *)FMHA_NAME(typed_row)(p->element, &run->out, block, r));
+            FMHA_NAME(write_lse)(run, block, r, FMHA_NAME(natural_scores)(p) ? m->peak[r] : m->peak[r] * (REAL)0x1.62e42fefa39efp-1, m->total[r]);
+        }
+    }
+    return odd;
+}
+
+/* Item: one block of rows of one group. */
+static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t item, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    FMHA_NAME(matrix_memory) m;
+    FMHA_NAME(rows) block;
+    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    ptrdiff_t used = FMHA_NAME(matrix_layout)(p, scratch, &m);
+    FMHA_NAME(item_rows)(run, item, &block);
+    FMHA_NAME(t_configure)();
+    uint64_t odd = FMHA_NAME(matrix_block)(run, &block, &m);
+    t_release();
+    odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd);
+    (void)used;
+    (void)odd;
+}
