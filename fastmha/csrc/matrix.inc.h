@@ -9,7 +9,6 @@
 #define TILE_ROWS 16        /* rows of a tile of the first operand and of the sums; columns of the second and of the sums */
 #define TILE_TERMS 32       /* terms of the sum in a tile of an operand */
 #define TILE_SIZE (TILE_ROWS * TILE_TERMS)
-#define MOST_PARTS 3
 #define GROUP (TILE_ROWS / LANES)   /* vectors of a row of a tile of sums */
 
 /* ------------------------------------------------------------------------------------------------ the words for tiles */
@@ -130,40 +129,143 @@ static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const
 static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const int parts, const int interleaved, FMHA_NAME(group) a, FMHA_NAME(group) b,
                                                                          uint16_t *to, ptrdiff_t plane)
 {
-#pragma GCC unroll 3
+#pragma GCC unroll 2
     for (int p = 0; p < parts; p++) FMHA_NAME(store_part_of)(interleaved, &a, &b, to + p * plane);
 }
 
-/* n of sixteen elements of a type, zeros beyond. */
-static inline __attribute__((always_inline)) FMHA_NAME(group) FMHA_NAME(load_group)(const int type, const char *x, ptrdiff_t n)
+/* ------------------------------------------------------------------------------------------ rows of thirty-two bfloat16 */
+
+#if FMHA_TILE_UNIT
+typedef __m512i FMHA_NAME(row);
+
+/* 16 rows of 16 words of 32 bits become their columns: pairs, fours, then quarters of the vectors change places. */
+static inline __attribute__((always_inline)) void FMHA_NAME(transpose_words)(__m512i row[])
 {
-    FMHA_NAME(group) value;
-    EACH_VECTOR(u) {
-        ptrdiff_t left = n - u * LANES;
-        const char *from = x + u * LANES * FMHA_NAME(stored_size)(type);
-        value.v[u] = left >= LANES ? FMHA_NAME(stored_load)(type, from) : left > 0 ? FMHA_NAME(stored_part)(type, from, left) : v_splat(0);
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
     }
-    return value;
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        row[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        row[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        row[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        row[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(row[i], row[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(row[i], row[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(row[i + 8], row[i + 12], 0xdd);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        row[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        row[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        row[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        row[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
 }
 
-/* Sixteen groups as rows become their columns. */
-static inline __attribute__((always_inline)) void FMHA_NAME(transpose_groups)(FMHA_NAME(group) row[])
+/* The parts of n elements of a type, zeros beyond. */
+static inline __attribute__((always_inline)) void FMHA_NAME(load_row)(const int type, const int parts, const char *x, ptrdiff_t n, __m512i *row)
 {
-#if HAVE_TRANSPOSE && FMHA_VECTOR_BYTES == 64
-    FMHA_NAME(transpose)((VEC *)row);
+    if (type == FMHA_BFLOAT) {
+        row[0] = n >= TILE_TERMS ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(n > 0 ? (1u << n) - 1 : 0, x);
+        return;
+    }
+    __mmask32 some = n >= TILE_TERMS ? ~0u : n > 0 ? (1u << n) - 1 : 0;
+    __m512 low, high;
+    if (type == FMHA_HALF) {
+        __m512i both = _mm512_maskz_loadu_epi16(some, x);
+        low = _mm512_cvtph_ps(_mm512_castsi512_si256(both));
+        high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1));
+    } else {
+        low = n >= TILE_TERMS ? _mm512_loadu_ps(x) : _mm512_maskz_loadu_ps((__mmask16)some, x);
+        high = n >= TILE_TERMS ? _mm512_loadu_ps(x + 64) : _mm512_maskz_loadu_ps((__mmask16)(some >> 16), x + 64);
+    }
+    row[0] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    if (parts == 1) return;
+    low = _mm512_sub_ps(low, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(row[0])), 16));
+    high = _mm512_sub_ps(high, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(row[0], 1)), 16));
+    row[1] = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+#define r_store(to, row) _mm512_storeu_si512(to, row)
+#define r_sizes(largest, row) _mm512_max_epu16(largest, _mm512_and_si512(row, _mm512_set1_epi16(0x7fff)))
+#define r_zero() _mm512_setzero_si512()
+
+/* low <- a[0] b[0] a[1] b[1] ... of their first halves, high of their second ones. */
+static inline __attribute__((always_inline)) void FMHA_NAME(interleave)(__m512i a, __m512i b, __m512i *low, __m512i *high)
+{
+    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                           35, 3, 34, 2, 33, 1, 32, 0);
+    *low = _mm512_permutex2var_epi16(a, first, b);
+    *high = _mm512_permutex2var_epi16(a, _mm512_add_epi16(first, _mm512_set1_epi16(16)), b);
+}
+
+static inline int FMHA_NAME(reaches)(__m512i largest, uint16_t limit)
+{
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16((short)limit)) != 0;
+}
 #else
-    float from[TILE_ROWS][TILE_ROWS], to[TILE_ROWS][TILE_ROWS];
+typedef struct { uint16_t terms[TILE_TERMS]; } FMHA_NAME(row);
+
+static void FMHA_NAME(transpose_words)(FMHA_NAME(row) row[])
+{
+    uint32_t from[TILE_ROWS][TILE_ROWS], to[TILE_ROWS][TILE_ROWS];
     memcpy(from, row, sizeof from);
     for (int i = 0; i < TILE_ROWS; i++)
         for (int j = 0; j < TILE_ROWS; j++) to[j][i] = from[i][j];
     memcpy(row, to, sizeof to);
-#endif
 }
+
+static void FMHA_NAME(load_row)(const int type, const int parts, const char *x, ptrdiff_t n, FMHA_NAME(row) *row)
+{
+    memset(row, 0, (size_t)parts * sizeof *row);
+    for (ptrdiff_t l = 0; l < TILE_TERMS && l < n; l++) {
+        float left = FMHA_NAME(stored_value)(type, x + l * FMHA_NAME(stored_size)(type));
+        for (int p = 0; p < parts; p++) {
+            row[p].terms[l] = FMHA_NAME(to_bfloat)(left);
+            left -= FMHA_NAME(from_bfloat)(row[p].terms[l]);
+        }
+    }
+}
+
+#define r_store(to, row) memcpy(to, &(row), sizeof (row))
+#define r_sizes(largest, row) FMHA_NAME(sizes)(largest, row)
+#define r_zero() ((FMHA_NAME(row)){{0}})
+
+static FMHA_NAME(row) FMHA_NAME(sizes)(FMHA_NAME(row) largest, FMHA_NAME(row) row)
+{
+    for (int l = 0; l < TILE_TERMS; l++)
+        if ((row.terms[l] & 0x7fff) > largest.terms[l]) largest.terms[l] = row.terms[l] & 0x7fff;
+    return largest;
+}
+
+static void FMHA_NAME(interleave)(FMHA_NAME(row) a, FMHA_NAME(row) b, FMHA_NAME(row) *low, FMHA_NAME(row) *high)
+{
+    for (int l = 0; l < TILE_ROWS; l++)
+        for (int second = 0; second < 2; second++) {
+            low->terms[2 * l + second] = (second ? b : a).terms[l];
+            high->terms[2 * l + second] = (second ? b : a).terms[TILE_ROWS + l];
+        }
+}
+
+static int FMHA_NAME(reaches)(FMHA_NAME(row) largest, uint16_t limit)
+{
+    for (int l = 0; l < TILE_TERMS; l++)
+        if (largest.terms[l] >= limit) return 1;
+    return 0;
+}
+#endif
 
 /* ------------------------------------------------------------------------------------------------------------ packing */
 
-/* Where rows of an operand lie: `rows` of them from `data` on, or, with `row`, at these places; a row that is not `kept` counts as
- * zeros. */
+/* Where rows of an operand lie: `rows` of them from `data` on, or, with `row`, at these places. */
 typedef struct {
     const char *data;
     ptrdiff_t stride, rows, width;      /* in elements */
@@ -171,68 +273,70 @@ typedef struct {
     const unsigned char *left_out;      /* rows that count as zeros, or NULL */
 } FMHA_NAME(source);
 
-static inline FMHA_NAME(group) FMHA_NAME(source_group)(const int type, const FMHA_NAME(source) *x, ptrdiff_t i, ptrdiff_t d)
+/* The parts of 32 elements of row i from element d on. */
+static inline __attribute__((always_inline)) void FMHA_NAME(source_row)(const int type, const int parts, const FMHA_NAME(source) *x, ptrdiff_t i,
+                                                                        ptrdiff_t d, FMHA_NAME(row) *row)
 {
-    ptrdiff_t n = i < x->rows && !(x->left_out && x->left_out[i]) ? x->width - d : 0;
-    const char *row = n > 0 ? (x->row ? x->row[i] : x->data + i * x->stride * FMHA_NAME(stored_size)(type)) : NULL;
-    return FMHA_NAME(load_group)(type, n > 0 ? row + d * FMHA_NAME(stored_size)(type) : NULL, n < TILE_ROWS ? n : TILE_ROWS);
+    if (i < x->rows && !(x->left_out && x->left_out[i])) {
+        const char *from = x->row ? x->row[i] : x->data + i * x->stride * FMHA_NAME(stored_size)(type);
+        FMHA_NAME(load_row)(type, parts, from + d * FMHA_NAME(stored_size)(type), x->width - d, row);
+    } else {
+        for (int p = 0; p < parts; p++) row[p] = r_zero();
+    }
 }
 
 /* The four ways in which an operand x (rows, width) is packed. As first operand: its rows along (rows along the tile's rows, the sum
  * over its columns), or its columns (x^T: the sum over its rows); as second: x^T (the sum over its columns), or x (over its rows). */
 enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transposed), FMHA_NAME(second) };
 
-/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart. */
-static inline __attribute__((always_inline)) void FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x,
-                                                                     ptrdiff_t step, uint16_t *to, ptrdiff_t plane)
+#define LARGE_PART POWER(55)    /* sums of so many products of such numbers are far from overflow */
+#define LARGE_BITS ((127 + 55) << 7)        /* its bits as bfloat16 */
+
+/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart. Returns whether
+ * some number is not finite or as large as LARGE_PART. */
+static inline __attribute__((always_inline)) int FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x,
+                                                                    ptrdiff_t step, uint16_t *to, ptrdiff_t plane)
 {
     const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second);
-    const ptrdiff_t row_step = over_rows ? TILE_TERMS : TILE_ROWS, column_step = over_rows ? TILE_ROWS : TILE_TERMS;
-    for (ptrdiff_t i = 0; i < x->rows; i += row_step)
-        for (ptrdiff_t d = 0; d < x->width; d += column_step) {
-            uint16_t *tile = to + (over_rows ? d / TILE_ROWS * step + i / TILE_TERMS : i / TILE_ROWS * step + d / TILE_TERMS) * TILE_SIZE;
-            if (way == FMHA_NAME(first)) {
-                for (int r = 0; r < TILE_ROWS; r++)
-                    FMHA_NAME(store_parts)(parts, 0, FMHA_NAME(source_group)(type, x, i + r, d),
-                                           FMHA_NAME(source_group)(type, x, i + r, d + TILE_ROWS), tile + r * TILE_TERMS, plane);
-            } else if (way == FMHA_NAME(second)) {
-                for (int r = 0; r < TILE_ROWS; r++)
-                    FMHA_NAME(store_parts)(parts, 1, FMHA_NAME(source_group)(type, x, i + 2 * r, d),
-                                           FMHA_NAME(source_group)(type, x, i + 2 * r + 1, d), tile + r * TILE_TERMS, plane);
-            } else {
-                FMHA_NAME(group) low[TILE_ROWS], high[TILE_ROWS];
+    FMHA_NAME(row) largest = r_zero(), row[2 * TILE_ROWS][2], tile[2][TILE_ROWS];
+    for (ptrdiff_t i = 0; i < x->rows; i += over_rows ? TILE_TERMS : TILE_ROWS)
+        for (ptrdiff_t d = 0; d < x->width; d += TILE_TERMS) {
+            uint16_t *at = to + (over_rows ? d / TILE_ROWS * step + i / TILE_TERMS : i / TILE_ROWS * step + d / TILE_TERMS) * TILE_SIZE;
+#pragma GCC unroll 32
+            for (int r = 0; r < (over_rows ? 2 : 1) * TILE_ROWS; r++) {
+                FMHA_NAME(source_row)(type, parts, x, i + r, d, row[r]);
+                largest = r_sizes(largest, row[r][0]);
+            }
+#pragma GCC unroll 2
+            for (int p = 0; p < parts; p++, at += plane) {
+                const int halves = !over_rows ? 1 : x->width - d > TILE_ROWS ? 2 : 1;
+#pragma GCC unroll 16
                 for (int r = 0; r < TILE_ROWS; r++) {
-                    low[r] = FMHA_NAME(source_group)(type, x, i + r, d);
-                    high[r] = over_rows ? FMHA_NAME(source_group)(type, x, i + TILE_ROWS + r, d)
-                                        : FMHA_NAME(source_group)(type, x, i + r, d + TILE_ROWS);
+                    if (over_rows) FMHA_NAME(interleave)(row[2 * r][p], row[2 * r + 1][p], &tile[0][r], &tile[1][r]);
+                    else tile[0][r] = row[r][p];
                 }
-                FMHA_NAME(transpose_groups)(low);
-                FMHA_NAME(transpose_groups)(high);
-                if (over_rows) {
-                    for (int r = 0; r < TILE_ROWS; r++) FMHA_NAME(store_parts)(parts, 0, low[r], high[r], tile + r * TILE_TERMS, plane);
-                } else {
-                    for (int r = 0; r < TILE_ROWS; r += 2) {
-                        FMHA_NAME(store_parts)(parts, 1, low[r], low[r + 1], tile + r / 2 * TILE_TERMS, plane);
-                        FMHA_NAME(store_parts)(parts, 1, high[r], high[r + 1], tile + (r + TILE_ROWS) / 2 * TILE_TERMS, plane);
-                    }
+                for (int half = 0; half < halves; half++) {
+                    if (way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second_transposed)) FMHA_NAME(transpose_words)(tile[half]);
+#pragma GCC unroll 16
+                    for (int r = 0; r < TILE_ROWS; r++) r_store(at + half * step * TILE_SIZE + r * TILE_TERMS, tile[half][r]);
                 }
             }
         }
+    return FMHA_NAME(reaches)(largest, LARGE_BITS);
 }
 
 #define PACK_PARTS(type, way) \
     do { \
-        if (parts == 1) FMHA_NAME(pack_as)(type, 1, way, x, step, to, plane); \
-        else if (parts == 2) FMHA_NAME(pack_as)(type, 2, way, x, step, to, plane); \
-        else FMHA_NAME(pack_as)(type, 3, way, x, step, to, plane); \
+        if (parts == 1) return FMHA_NAME(pack_as)(type, 1, way, x, step, to, plane); \
+        return FMHA_NAME(pack_as)(type, 2, way, x, step, to, plane); \
     } while (0)
 #define PACK_WAY(name, way) \
-    static __attribute__((noinline)) void FMHA_NAME(name)(int type, int parts, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to, \
+    static __attribute__((noinline)) int FMHA_NAME(name)(int type, int parts, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to, \
                                                           ptrdiff_t plane) \
     { \
-        if (type == FMHA_BFLOAT) FMHA_NAME(pack_as)(FMHA_BFLOAT, 1, way, x, step, to, plane); \
-        else if (type == FMHA_HALF) PACK_PARTS(FMHA_HALF, way); \
-        else PACK_PARTS(FMHA_SAME, way); \
+        if (type == FMHA_BFLOAT) return FMHA_NAME(pack_as)(FMHA_BFLOAT, 1, way, x, step, to, plane); \
+        if (type == FMHA_HALF) PACK_PARTS(FMHA_HALF, way); \
+        PACK_PARTS(FMHA_SAME, way); \
     }
 PACK_WAY(pack_first, FMHA_NAME(first))
 PACK_WAY(pack_first_transposed, FMHA_NAME(first_transposed))
@@ -269,11 +373,11 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
         if (rows > 1 && columns > 1) t_zero(t, 3);
     }
     for (ptrdiff_t k = 0; k < depth; k++, a += TILE_SIZE, b += TILE_SIZE)
-#pragma GCC unroll 3
+#pragma GCC unroll 2
         for (int of_a = 0; of_a < a_parts; of_a++) {
             t_load(t, 4, a + of_a * first->plane);
             if (rows > 1) t_load(t, 5, a + of_a * first->plane + a_step);
-#pragma GCC unroll 3
+#pragma GCC unroll 2
             for (int of_b = 0; of_b < (b_parts < most - of_a ? b_parts : most - of_a); of_b++) {
                 t_load(t, 6, b + of_b * second->plane);
                 t_multiply_add(t, 0, 4, 6);
@@ -322,24 +426,29 @@ static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t
         OF_PARTS(1, 2);
         OF_PARTS(2, 1);
         OF_PARTS(2, 2);
-        OF_PARTS(3, 3);
     }
 #undef OF_PARTS
 }
 
 /* ------------------------------------------------------------------------------------------------------------- 2 to the x */
 
-/* Minimax fits of 2^x over |x| <= 1/2, relative errors 2.6e-6 and 7.5e-8: enough beside what the parts leave out. */
-static const float FMHA_NAME(power_fit_4)[] = {0x1.ffffe8p-1f, 0x1.62e0dcp-1f, 0x1.ec06dap-3f, 0x1.ca1440p-5f, 0x1.3997d6p-7f};
-static const float FMHA_NAME(power_fit_5)[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f, 0x1.5c08e6p-10f};
-#define POWER_LOW -250.0f      /* below it the power is 0 */
+/* Minimax fits of 2^x over |x| <= 1/2, relative errors 7.5e-5 and 7.5e-8: little beside what the parts leave out. */
+static const float FMHA_NAME(power_fit_1)[] = {0x1.fff692p-1f, 0x1.62f31ap-1f, 0x1.f0de1ap-3f, 0x1.c3f760p-5f};
+static const float FMHA_NAME(power_fit_2)[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f, 0x1.5c08e6p-10f};
+#define POWER_LOW -126.25f      /* the power of it is subnormal, so that it and all below count as 0 */
 
-/* y <- 2^x of n vectors, x <= 127; NaN at NaN. */
+static inline __attribute__((always_inline)) void FMHA_NAME(power_fit)(const int parts, const int n, const VEC *x, VEC *y)
+{
+    if (parts == 1) FMHA_NAME(horner)(n, 4, FMHA_NAME(power_fit_1), x, y);
+    else FMHA_NAME(horner)(n, 6, FMHA_NAME(power_fit_2), x, y);
+}
+
+/* x <- 2^x of n vectors, x <= 127; NaN at NaN. */
 static inline __attribute__((always_inline)) void FMHA_NAME(powers)(const int parts, const int n, VEC *x)
 {
     VEC whole[8], y[8];
     EACH(i) {
-        x[i] = v_max(v_splat(POWER_LOW), x[i]);
+        x[i] = v_max(v_splat(2 * POWER_LOW), x[i]);
 #ifdef v_round
         whole[i] = v_round(x[i]);
         x[i] = x[i] - whole[i];
@@ -348,7 +457,23 @@ static inline __attribute__((always_inline)) void FMHA_NAME(powers)(const int pa
         x[i] = x[i] - (whole[i] - v_splat(EXP_MAGIC));
 #endif
     }
-    if (parts == 1) FMHA_NAME(horner)(n, 5, FMHA_NAME(power_fit_4), x, y);
-    else FMHA_NAME(horner)(n, 6, FMHA_NAME(power_fit_5), x, y);
+    FMHA_NAME(power_fit)(parts, n, x, y);
     EACH(i) x[i] = FMHA_NAME(scaled)(y[i], whole[i]);
+}
+
+/* x <- 2^(x * factor - shift) of n numbers that are no NaN, shift whole numbers; those below `least` = (shift + POWER_LOW) / factor
+ * count as that: subnormal. The power's whole part is added to the exponent's bits. */
+static inline __attribute__((always_inline)) void FMHA_NAME(shifted_powers)(const int parts, const int n, VEC *x, VEC factor, const VEC *shift,
+                                                                            const VEC *least, const int of)
+{
+    VEC whole[8], y[8];
+    EACH(i) {
+        const int own = i % of;
+        x[i] = v_max(x[i], least[own]);
+        VEC magic = v_splat(EXP_MAGIC) - shift[own], sum = x[i] * factor + magic;
+        whole[i] = sum;
+        x[i] = x[i] * factor - (sum - magic);
+    }
+    FMHA_NAME(power_fit)(parts, n, x, y);
+    EACH(i) x[i] = v_from_bits(v_bits(y[i]) + (v_bits(whole[i]) << EXP_SHIFT));
 }

@@ -8,9 +8,8 @@
  * beyond LARGE_PART, rows whose scores or sums are, and rows so small that subnormal numbers count. What is such counts as zeros in
  * the tiles: nothing of it reaches another row. A row's bits depend on its own numbers, as everywhere. */
 
-#define MATRIX_KEYS 256         /* keys of a chunk, and of a tile of scores */
-#define LARGE_PART POWER(55)    /* sums of so many products of such numbers are far from overflow */
-#define FAR_SCORE POWER(100)    /* in powers of 2 */
+#define MATRIX_KEYS 192         /* keys of a chunk, and of a tile of scores */
+#define FAR_SCORE POWER(18)     /* in powers of 2: where the steps of such numbers are small still */
 
 /* The keys of a chunk of a head whose keys are shorter than one. */
 static inline ptrdiff_t FMHA_NAME(matrix_keys)(const fmha_problem *p)
@@ -18,7 +17,7 @@ static inline ptrdiff_t FMHA_NAME(matrix_keys)(const fmha_problem *p)
     return p->Lk < MATRIX_KEYS ? ROUND_UP(p->Lk, TILE_TERMS) : MATRIX_KEYS;
 }
 
-static inline int FMHA_NAME(parts_of)(int parts, int type) { return type == FMHA_BFLOAT ? 1 : type == FMHA_HALF && parts > 2 ? 2 : parts; }
+static inline int FMHA_NAME(parts_of)(int parts, int type) { return type == FMHA_BFLOAT ? 1 : parts; }
 
 /* What all blocks of rows share of a chunk: keys and values as operands; of each key whether it is odd: it or its value is not finite
  * or too large. */
@@ -66,25 +65,14 @@ static void FMHA_NAME(chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv,
     FMHA_NAME(shared_layout)(p, run->shared + at * FMHA_NAME(shared_layout)(p, NULL, &unused), to);
 }
 
-/* Whether some number is not finite or beyond `most`. */
-static inline __attribute__((always_inline)) int FMHA_NAME(odd_row_of)(const int type, const char *x, ptrdiff_t n, REAL most)
+/* Whether some of n numbers is not finite or as large as LARGE_PART. */
+static int FMHA_NAME(odd_row)(int type, const char *x, ptrdiff_t n)
 {
-    VEC limit = v_splat(most);
-    IVEC odd = v_truth(limit != limit);
-    for (ptrdiff_t d = 0; d < n; d += TILE_ROWS) {
-        FMHA_NAME(group) value = FMHA_NAME(load_group)(type, x + d * FMHA_NAME(stored_size)(type), n - d < TILE_ROWS ? n - d : TILE_ROWS);
-        EACH_VECTOR(u) odd |= ~v_truth(v_abs(value.v[u]) < limit);
+    for (ptrdiff_t d = 0; d < n; d++) {
+        REAL value = FMHA_NAME(stored_value)(type, x + d * FMHA_NAME(stored_size)(type));
+        if (!(value < LARGE_PART && value > -LARGE_PART)) return 1;
     }
-    return v_any(odd);
-}
-
-static int FMHA_NAME(odd_row)(int type, const char *x, ptrdiff_t n, REAL most)
-{
-    switch (type) {
-    case FMHA_BFLOAT: return FMHA_NAME(odd_row_of)(FMHA_BFLOAT, x, n, most);
-    case FMHA_HALF: return FMHA_NAME(odd_row_of)(FMHA_HALF, x, n, most);
-    default: return FMHA_NAME(odd_row_of)(FMHA_SAME, x, n, most);
-    }
+    return 0;
 }
 
 static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p)
@@ -105,17 +93,21 @@ static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored);
     const char *k = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), *v = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0);
+    FMHA_NAME(source) keys = {.data = k, .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
+    FMHA_NAME(source) values = {.data = v, .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
     *chunk.some_odd = 0;
-    for (ptrdiff_t j = 0; j < item.cols; j++) {
-        chunk.odd[j] = (unsigned char)(FMHA_NAME(odd_row)(p->stored, k + j * p->k.stride[2] * size, p->D, LARGE_PART)
-                                       || FMHA_NAME(odd_row)(p->stored, v + j * p->v.stride[2] * size, p->Dv, LARGE_PART));
-        *chunk.some_odd |= chunk.odd[j];
+    for (int again = 0; again < 2; again++) {
+        int large = FMHA_NAME(pack_first)(p->stored, chunk.keys.parts, &keys, chunk.keys.step, (uint16_t *)chunk.keys.tiles, chunk.keys.plane);
+        large |= FMHA_NAME(pack_first_transposed)(p->stored, chunk.values.parts, &values, chunk.values.step, (uint16_t *)chunk.values.tiles,
+                                                  chunk.values.plane);
+        if (again || !large) break;
+        for (ptrdiff_t j = 0; j < item.cols; j++) {
+            chunk.odd[j] = (unsigned char)(FMHA_NAME(odd_row)(p->stored, k + j * p->k.stride[2] * size, p->D)
+                                           || FMHA_NAME(odd_row)(p->stored, v + j * p->v.stride[2] * size, p->Dv));
+            *chunk.some_odd |= chunk.odd[j];
+        }
+        keys.left_out = values.left_out = chunk.odd;
     }
-    const unsigned char *odd = *chunk.some_odd ? chunk.odd : NULL;
-    const FMHA_NAME(source) keys = {.data = k, .stride = p->k.stride[2], .rows = item.cols, .width = p->D, .left_out = odd};
-    const FMHA_NAME(source) values = {.data = v, .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv, .left_out = odd};
-    FMHA_NAME(pack_first)(p->stored, chunk.keys.parts, &keys, chunk.keys.step, (uint16_t *)chunk.keys.tiles, chunk.keys.plane);
-    FMHA_NAME(pack_first_transposed)(p->stored, chunk.values.parts, &values, chunk.values.step, (uint16_t *)chunk.values.tiles, chunk.values.plane);
 }
 
 /* Scratch of one thread: q as second operand; scores^T (keys, queries); P^T as second operand; sums of out^T (Dv, queries); of each
@@ -161,74 +153,88 @@ static inline int FMHA_NAME(natural_scores)(const fmha_problem *p)
     return FMHA_NAME(rescored)(p) || p->additive_mask.data || !(p->scale >= 0x1p-20 && p->scale <= 0x1p20);
 }
 
-/* The online softmax of some groups of queries over keys [low, high) of a tile, high - low even: P^T into `to` as second operand,
- * peak and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers of 2,
- * the peak a whole number, so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays
- * in s and is not packed. */
+/* The online softmax of some groups of queries over keys [low, high) of a tile, even numbers: P^T into `to` as second operand, peak
+ * and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers of 2, the
+ * peak a whole number, so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s
+ * and is not packed. `pairs` of keys at a time. Returns whether some row shrinks. */
 static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
-    const int parts, const int groups, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor, REAL *s,
-    uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
+    const int parts, const int groups, const int pairs, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries,
+    REAL factor, REAL *s, uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
 {
-    const int n = groups * GROUP;
-    VEC best[8], shift[8], sum[8], gone = v_splat(NEGATIVE_INFINITY);
+    const int of = groups * GROUP;
+    VEC best[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);
     IVEC moved = v_truth(gone != gone);
-    EACH(i) best[i] = gone;
-    for (ptrdiff_t k = low; k < high; k++)
+    {
+        const int n = of;
+        EACH(i) best[i] = gone;
+        for (ptrdiff_t k = low; k < high; k++)
+            EACH(i) {
+                VEC score = v_load(s + k * queries + i * LANES);
+                best[i] = v_max(score, best[i]);
+            }
         EACH(i) {
-            VEC score = v_load(s + k * queries + i * LANES);
-            best[i] = v_max(score, best[i]);
-        }
-    VEC power[8];
-    EACH(i) {
-        VEC before = v_load(peak + i * LANES);
-        if (!natural) {
-            best[i] = best[i] * factor;
+            VEC before = v_load(peak + i * LANES);
+            if (!natural) {
+                best[i] = best[i] * factors;
 #ifdef v_round_up
-            best[i] = v_round_up(best[i]);
+                best[i] = v_round_up(best[i]);
 #else
-            VEC near = (best[i] + v_splat(EXP_MAGIC)) - v_splat(EXP_MAGIC);
-            best[i] = v_select(v_greater(v_splat(0x1p22f), v_abs(best[i])), v_select(v_greater(best[i], near), near + v_splat(1), near), best[i]);
+                VEC near = (best[i] + v_splat(EXP_MAGIC)) - v_splat(EXP_MAGIC);
+                best[i] = v_select(v_greater(v_splat(POWER(22)), v_abs(best[i])), v_select(v_greater(best[i], near), near + v_splat(1), near), best[i]);
 #endif
-        }
-        best[i] = v_max(before, best[i]);
-        moved |= ~v_equal(before, best[i]);
-        v_store(peak + i * LANES, best[i]);
-        shift[i] = v_select(v_equal(best[i], gone), v_splat(0), best[i]);
-        power[i] = (before - shift[i]) * (natural ? factor : (REAL)1);
-    }
-    FMHA_NAME(powers)(2, n, power);
-    EACH(i) {
-        v_store(shrink + i * LANES, power[i]);
-        sum[i] = v_load(total + i * LANES) * power[i];
-    }
-    for (ptrdiff_t k = low; k < high; k += 2) {
-        VEC even[8], odd[8];
-        EACH(i) {
-            even[i] = v_load(s + k * queries + i * LANES);
-            odd[i] = v_load(s + (k + 1) * queries + i * LANES);
-            even[i] = natural ? (even[i] - shift[i]) * factor : even[i] * factor - shift[i];
-            odd[i] = natural ? (odd[i] - shift[i]) * factor : odd[i] * factor - shift[i];
-        }
-        FMHA_NAME(powers)(parts, n, even);
-        FMHA_NAME(powers)(parts, n, odd);
-        EACH(i) {
-            sum[i] = sum[i] + (even[i] + odd[i]);
-            if (kept) {
-                v_store(s + k * queries + i * LANES, even[i]);
-                v_store(s + (k + 1) * queries + i * LANES, odd[i]);
             }
+            best[i] = v_max(before, best[i]);
+            moved |= ~v_equal(before, best[i]);
+            v_store(peak + i * LANES, best[i]);
+            shift[i] = v_select(v_equal(best[i], gone), v_splat(0), best[i]);
+            if (!natural) least[i] = (shift[i] + v_splat(POWER_LOW)) / factors;
+            power[i] = natural ? (before - shift[i]) * factors : before - shift[i];
         }
+        FMHA_NAME(powers)(2, n, power);
+        EACH(i) {
+            v_store(shrink + i * LANES, power[i]);
+            sum[i] = v_load(total + i * LANES) * power[i];
+        }
+    }
+    ptrdiff_t k = low;
+#pragma GCC unroll 2
+    for (int few = 0; few < (pairs > 1 ? 2 : 1); few++)
+        for (; k + 2 * (few ? 1 : pairs) <= high; k += 2 * (few ? 1 : pairs)) {
+            const int n = of * (few ? 1 : pairs);
+            VEC even[8], odd[8];
+            EACH(i) {
+                const REAL *at = s + (k + 2 * (i / of)) * queries + i % of * LANES;
+                even[i] = v_load(at);
+                odd[i] = v_load(at + queries);
+                if (natural) even[i] = (even[i] - shift[i % of]) * factors;
+                if (natural) odd[i] = (odd[i] - shift[i % of]) * factors;
+            }
+            if (natural) {
+                FMHA_NAME(powers)(parts, n, even);
+                FMHA_NAME(powers)(parts, n, odd);
+            } else {
+                FMHA_NAME(shifted_powers)(parts, n, even, factors, shift, least, of);
+                FMHA_NAME(shifted_powers)(parts, n, odd, factors, shift, least, of);
+            }
+            EACH(i) {
+                sum[i % of] = sum[i % of] + (even[i] + odd[i]);
+                REAL *at = s + (k + 2 * (i / of)) * queries + i % of * LANES;
+                if (kept) v_store(at, even[i]);
+                if (kept) v_store(at + queries, odd[i]);
+            }
 #pragma GCC unroll 4
-        for (int g = 0; !kept && g < groups; g++) {
-            FMHA_NAME(group) a, b;
-            EACH_VECTOR(u) {
-                a.v[u] = even[g * GROUP + u];
-                b.v[u] = odd[g * GROUP + u];
+            for (int g = 0; !kept && g < n / GROUP; g++) {
+                FMHA_NAME(group) a, b;
+                EACH_VECTOR(u) {
+                    a.v[u] = even[g * GROUP + u];
+                    b.v[u] = odd[g * GROUP + u];
+                }
+                ptrdiff_t own = k + 2 * (g / groups);
+                FMHA_NAME(store_parts)(parts, 1, a, b, to + (g % groups * weights->step + own / TILE_TERMS) * TILE_SIZE + own % TILE_TERMS / 2 * TILE_TERMS,
+                                       weights->plane);
             }
-            FMHA_NAME(store_parts)(parts, 1, a, b, to + g * weights->step * TILE_SIZE + k / TILE_TERMS * TILE_SIZE + k % TILE_TERMS / 2 * TILE_TERMS,
-                                   weights->plane);
         }
-    }
+    const int n = of;
     EACH(i) v_store(total + i * LANES, sum[i]);
     return v_any(moved);
 }
@@ -258,30 +264,52 @@ static void FMHA_NAME(clear_weights)(const FMHA_NAME(operand) *weights, ptrdiff_
                    + k % TILE_TERMS / 2 * TILE_TERMS, 0, TILE_TERMS * sizeof(uint16_t));
 }
 
-#define SOFTMAX(groups, natural, kept, g) \
-    (parts == 1 ? FMHA_NAME(matrix_softmax_of)(1, groups, natural, kept, low, high, queries, factor, s + (g) * TILE_ROWS, \
-                      (uint16_t *)weights->tiles + (g) * weights->step * TILE_SIZE, weights, peak + (g) * TILE_ROWS, total + (g) * TILE_ROWS, \
-                      shrink + (g) * TILE_ROWS) \
-                : FMHA_NAME(matrix_softmax_of)(2, groups, natural, kept, low, high, queries, factor, s + (g) * TILE_ROWS, \
-                      (uint16_t *)weights->tiles + (g) * weights->step * TILE_SIZE, weights, peak + (g) * TILE_ROWS, total + (g) * TILE_ROWS, \
-                      shrink + (g) * TILE_ROWS))
-
-/* Of all groups of queries the keys [low, high) in whole tiles of the sum; returns whether some row shrinks. */
-static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(ptrdiff_t groups, int natural, int kept, ptrdiff_t low, ptrdiff_t high,
-    REAL factor, REAL *s, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
+/* The keys of each group that are at work in the tile [j, j + n): its vectors all have the same. As set_spans. */
+static int FMHA_NAME(set_group_spans)(FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
-    const int parts = weights->parts;
-    ptrdiff_t queries = groups * TILE_ROWS;
-    int moved = 0;
-#if FMHA_VECTOR_BYTES == 64
-    if (groups == 4 && !natural && !kept) return SOFTMAX(4, 0, 0, 0);
-#endif
-    for (ptrdiff_t g = 0; g < groups; g++) {
-        if (natural && kept) moved |= SOFTMAX(1, 1, 1, g);
-        else if (natural) moved |= SOFTMAX(1, 1, 0, g);
-        else if (kept) moved |= SOFTMAX(1, 0, 1, g);
-        else moved |= SOFTMAX(1, 0, 0, g);
+    int banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
+    for (ptrdiff_t v = 0; GROUP > 1 && v < block->queries / LANES; v += GROUP) {
+        ptrdiff_t low = n, high = 0;
+        for (ptrdiff_t u = v; u < v + GROUP; u++) {
+            if (block->low[u] >= block->high[u]) continue;
+            if (block->low[u] < low) low = block->low[u];
+            if (block->high[u] > high) high = block->high[u];
+        }
+        for (ptrdiff_t u = v; u < v + GROUP; u++) {
+            block->low[u] = low < high ? low : 0;
+            block->high[u] = high;
+        }
     }
+    return banded;
+}
+
+/* Of all groups of queries the keys of their spans, of `whole` ones; returns whether some row shrinks. */
+static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(rows) *block, int banded, int natural, int kept, ptrdiff_t whole,
+    REAL factor, const FMHA_NAME(matrix_memory) *m)
+{
+    const FMHA_NAME(operand) *weights = &m->weights;
+    const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS;
+    int moved = 0;
+#define SOFTMAX(parts, groups, pairs, natural, kept) \
+    FMHA_NAME(matrix_softmax_of)(parts, groups, pairs, natural, kept, low, high, queries, factor, m->scores + g * TILE_ROWS, \
+        (uint16_t *)weights->tiles + g * weights->step * TILE_SIZE, weights, m->peak + g * TILE_ROWS, m->total + g * TILE_ROWS, m->shrink + g * TILE_ROWS)
+    ptrdiff_t low = 0, high = whole, g = 0;
+#if FMHA_VECTOR_BYTES == 64
+    if (groups == 4 && !banded && !natural && !kept) return weights->parts == 1 ? SOFTMAX(1, 4, 1, 0, 0) : SOFTMAX(2, 4, 1, 0, 0);
+#endif
+    for (; g < groups; g++) {
+        low = block->low[g * GROUP];
+        high = ROUND_UP(block->high[g * GROUP], 2);
+        FMHA_NAME(clear_weights)(weights, g, 0, low);
+        FMHA_NAME(clear_weights)(weights, g, high, whole);
+        if (natural && kept) moved |= SOFTMAX(2, 1, 1, 1, 1);
+        else if (natural && weights->parts == 1) moved |= SOFTMAX(1, 1, 4 / GROUP, 1, 0);
+        else if (natural) moved |= SOFTMAX(2, 1, 4 / GROUP, 1, 0);
+        else if (kept) moved |= SOFTMAX(2, 1, 1, 0, 1);
+        else if (weights->parts == 1) moved |= SOFTMAX(1, 1, 4 / GROUP, 0, 0);
+        else moved |= SOFTMAX(2, 1, 4 / GROUP, 0, 0);
+    }
+#undef SOFTMAX
     return moved;
 }
 
@@ -297,12 +325,14 @@ static uint64_t FMHA_NAME(matrix_queries)(const fmha_problem *p, const FMHA_NAME
     const char *row[BLOCK_ROWS];
     unsigned char left_out[BLOCK_ROWS];
     uint64_t odd = 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) row[r] = FMHA_NAME(typed_row)(p->element, &p->q, block, r);
+    FMHA_NAME(source) x = {.row = row, .rows = block->rows, .width = p->D};
+    if (!FMHA_NAME(pack_second_transposed)(p->element, q->parts, &x, q->step, (uint16_t *)q->tiles, q->plane)) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        row[r] = FMHA_NAME(typed_row)(p->element, &p->q, block, r);
-        left_out[r] = (unsigned char)FMHA_NAME(odd_row)(p->element, row[r], p->D, LARGE_PART);
+        left_out[r] = (unsigned char)FMHA_NAME(odd_row)(p->element, row[r], p->D);
         if (left_out[r]) odd |= (uint64_t)1 << r;
     }
-    const FMHA_NAME(source) x = {.row = row, .rows = block->rows, .width = p->D, .left_out = odd ? left_out : NULL};
+    x.left_out = left_out;
     FMHA_NAME(pack_second_transposed)(p->element, q->parts, &x, q->step, (uint16_t *)q->tiles, q->plane);
     return odd;
 }
@@ -349,18 +379,14 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         FMHA_NAME(tile_product)(0, whole / TILE_ROWS, groups, depth, &keys, &m->q, s, queries);
         if (natural)
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
-        int banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
+        for (ptrdiff_t e = n * queries; e < ROUND_UP(n, 2) * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
+        int banded = FMHA_NAME(set_group_spans)(block, j, n);
         if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j, s, NULL);
-        for (ptrdiff_t v = 0; banded && v < queries / LANES; v++)
-            for (ptrdiff_t k = 0; k < n; k++)
-                if (k < block->low[v] || k >= block->high[v]) v_store(s + k * queries + v * LANES, v_splat(NEGATIVE_INFINITY));
-        for (ptrdiff_t e = n * queries; e < whole * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
-        int moved = FMHA_NAME(matrix_softmax)(groups, natural, kept, 0, whole, factor, s, &m->weights, m->peak, m->total, m->shrink);
+        int moved = FMHA_NAME(matrix_softmax)(block, banded || n < whole, natural, kept, whole, factor, m);
         if (kept) {
-            for (ptrdiff_t v = 0; v < queries / LANES; v++) { block->low[v] = 0; block->high[v] = n; }
             FMHA_NAME(drop_tile)(p, block, j, s, NULL);
             for (ptrdiff_t g = 0; g < groups; g++)
-                FMHA_NAME(pack_weights)(m->weights.parts, 0, whole, queries, s + g * TILE_ROWS,
+                FMHA_NAME(pack_weights)(m->weights.parts, block->low[g * GROUP], ROUND_UP(block->high[g * GROUP], 2), queries, s + g * TILE_ROWS,
                                         (uint16_t *)m->weights.tiles + g * m->weights.step * TILE_SIZE, m->weights.plane);
         }
         /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
@@ -396,15 +422,16 @@ static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NA
     const ptrdiff_t queries = block->queries, width = ROUND_UP(p->Dv, TILE_ROWS);
     REAL *rows = m->scores;         /* (16, width), the scores are done with */
     for (ptrdiff_t q = 0; q < block->rows; q += TILE_ROWS) {
-        FMHA_NAME(group) inverse, total;
-        EACH_VECTOR(u) {
-            total.v[u] = v_load(m->total + q + u * LANES);
-            inverse.v[u] = v_select(v_equal(total.v[u], v_splat(0)), v_splat(0), v_splat(1) / total.v[u]);
-        }
         for (ptrdiff_t d = 0; d < width; d += TILE_ROWS) {
-            FMHA_NAME(group) row[TILE_ROWS];
+            FMHA_NAME(group) inverse, row[TILE_ROWS];
+            EACH_VECTOR(u) {
+                VEC total = v_load(m->total + q + u * LANES);
+                inverse.v[u] = v_select(v_equal(total, v_splat(0)), v_splat(0), v_splat(1) / total);
+            }
+#pragma GCC unroll 16
             for (int l = 0; l < TILE_ROWS; l++) EACH_VECTOR(u) row[l].v[u] = v_load(m->out + (d + l) * queries + q + u * LANES) * inverse.v[u];
-            FMHA_NAME(transpose_groups)(row);
+            FMHA_NAME(transpose_words)((void *)row);
+#pragma GCC unroll 16
             for (int l = 0; l < TILE_ROWS; l++) EACH_VECTOR(u) v_store(rows + l * width + d + u * LANES, row[l].v[u]);
         }
         for (ptrdiff_t l = 0; l < TILE_ROWS && q + l < block->rows; l++) {
