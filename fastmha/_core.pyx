@@ -9,6 +9,8 @@ from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
+from numpy import dtype as numpy_dtype
+
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
     FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_GELU,
@@ -30,6 +32,7 @@ PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product sta
 ACTIVATIONS = {None: FMHA_NO_ACTIVATION, "gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 SUMMED_ROWS = FMHA_SUMMED_ROWS                  # of a partial sum of grad_weight
 ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass leaves for each row
+cdef object SINGLE = numpy_dtype("f")
 
 
 def runnable_isas():
@@ -245,38 +248,54 @@ fmha_pool_ask(signals_raise)
 cdef double SMALLEST_NORMAL = 2.2250738585072014e-308
 
 
+cdef int element_of(dtype) except -1:
+    """The element type of arrays of a dtype, FMHA_SAME for a float of the computation's kind."""
+    cdef str name = dtype.char
+    if name == "f" or name == "d":
+        return FMHA_SAME
+    if name == "e":
+        return FMHA_HALF
+    if name == "H":
+        return FMHA_BFLOAT
+    raise TypeError(f"operands must be float32, float64, float16 or bfloat16 (as uint16), got {dtype}")
+
+
+cdef inline ptrdiff_t size_of(int element, ptrdiff_t itemsize) noexcept nogil:
+    """Bytes of an element of that type, which is not FMHA_OTHER, in a computation with items of so many."""
+    return itemsize if element == FMHA_SAME else 2
+
+
 cdef class Problem:
-    """One attention after validation: shapes, element strides and rules, for float32 or float64.
+    """One attention after validation: shapes, element strides and rules, computed in `dtype`, float32 or float64.
 
     q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset,
-    key_starts and key_lengths (B,) int64 or None, no start beyond its length; sinks and alibi (H,) of q's dtype, contiguous, or
+    key_starts and key_lengths (B,) int64 or None, no start beyond its length; sinks and alibi (H,) of `dtype`, contiguous, or
     None; draws of dropout (probability, seed, and the number of the first batch row, head and query) or None; all aligned, last
-    axis of q, k, v with unit stride. k and v may be stored as float16, bfloat16 (as uint16) or the other float, for "tiled" and
-    "decode" forward.
+    axis of q, k, v with unit stride. q, with it out and their gradients, may be float16 or bfloat16 (as uint16), computed in
+    float32; so may k and v, with their gradients, and the additive mask, with its own. "blas" takes the mask alone so. For
+    forward passes k and v may also be the other float.
+    `element` and `stored`: the dtypes that a caller gives q and k; validation sets them, where they are not those here.
     """
     cdef fmha_problem c
     cdef object keep
     cdef readonly bint is_double
-    cdef readonly ptrdiff_t itemsize
+    cdef readonly ptrdiff_t itemsize, element_size, stored_size         # of the computation, of q, of k
     cdef readonly object q, k, v, dtype, bool_mask, additive_mask
     cdef public str layout
-    cdef public object bytes_copied
+    cdef public object bytes_copied, element, stored
 
     def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, double scale,
                  double softcap, sinks=None, alibi=None, draws=None):
-        cdef ptrdiff_t shape[4]
-        self.q, self.k, self.v, self.dtype = q, k, v, q.dtype
+        self.q, self.k, self.v, self.element, self.stored = q, k, v, q.dtype, k.dtype
         self.bool_mask, self.additive_mask = bool_mask, additive_mask
-        self.itemsize = self.dtype.itemsize
-        self.is_double = self.itemsize == 8
-        read_array(q, &self.c.q, shape, self.itemsize, False)
-        self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
+        self.read_queries()
         self.read_keys()
         self.c.bool_mask.data = self.c.additive_mask.data = NULL
         if bool_mask is not None:
             read_array(bool_mask, &self.c.bool_mask, NULL, 1, False)
         if additive_mask is not None:
-            read_array(additive_mask, &self.c.additive_mask, NULL, self.itemsize, False)
+            self.c.mask_element = element_of(additive_mask.dtype)
+            read_array(additive_mask, &self.c.additive_mask, NULL, size_of(self.c.mask_element, self.itemsize), False)
         self.c.banded = left is not None or right is not None
         self.c.offset = <const int64_t *>pointer(offset, False) if offset is not None else NULL
         self.c.key_start = <const int64_t *>pointer(key_starts, False) if key_starts is not None else NULL
@@ -295,25 +314,32 @@ cdef class Problem:
             self.c.dropout.below = min(<uint64_t>(<double>probability * 4294967296 + 0.5), <uint64_t>4294967295)
         self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws)
 
+    cdef int read_queries(self) except -1:
+        """q into the C problem, and what follows from its dtype."""
+        cdef ptrdiff_t shape[4]
+        element = self.q.dtype
+        self.c.element = element_of(element)
+        self.dtype = element if self.c.element == FMHA_SAME else SINGLE
+        self.itemsize = self.dtype.itemsize
+        self.is_double = self.itemsize == 8
+        self.element_size = size_of(self.c.element, self.itemsize)
+        read_array(self.q, &self.c.q, shape, self.element_size, False)
+        self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
+        return 0
+
     cdef int read_keys(self) except -1:
         """k and v into the C problem."""
         cdef ptrdiff_t shape[4]
-        cdef ptrdiff_t size = self.itemsize
         stored = self.k.dtype
         self.c.stored = FMHA_SAME
         if stored is not self.dtype and stored != self.dtype:
-            if stored.char == "e":
-                self.c.stored = FMHA_HALF
-            elif stored.char == "H":
-                self.c.stored = FMHA_BFLOAT
-            elif stored.char == ("f" if self.is_double else "d"):
+            self.c.stored = element_of(stored)
+            if self.c.stored == FMHA_SAME:
                 self.c.stored = FMHA_OTHER
-            else:
-                raise TypeError(f"k and v must be float32, float64, float16 or bfloat16 (as uint16), got {stored}")
-            size = stored.itemsize
-        read_array(self.k, &self.c.k, shape, size, False)
+        self.stored_size = stored.itemsize
+        read_array(self.k, &self.c.k, shape, self.stored_size, False)
         self.c.Hkv, self.c.Lk = shape[1], shape[2]
-        read_array(self.v, &self.c.v, shape, size, False)
+        read_array(self.v, &self.c.v, shape, self.stored_size, False)
         self.c.Dv = shape[3]
         return 0
 
@@ -323,10 +349,11 @@ cdef class Problem:
         other.c = self.c
         other.q, other.k, other.v, other.keep, other.dtype = q, k, v, self.keep, self.dtype
         other.bool_mask, other.additive_mask = self.bool_mask, self.additive_mask
-        other.itemsize, other.is_double = self.itemsize, self.is_double
+        other.itemsize, other.is_double, other.element_size = self.itemsize, self.is_double, self.element_size
         other.layout, other.bytes_copied = self.layout, self.bytes_copied
+        other.element, other.stored = self.element, self.stored
         if q is not self.q:
-            read_array(q, &other.c.q, NULL, self.itemsize, False)
+            other.read_queries()
         other.read_keys()
         return other
 
@@ -391,7 +418,8 @@ ctypedef struct Pack:
     fmha_cut cut
     fmha_array x
     fmha_array y
-    ptrdiff_t heads, itemsize
+    ptrdiff_t heads, size_x, size_y
+    int element                 # of x, or where it is FMHA_SAME, of y
 
 
 cdef void pack_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
@@ -399,19 +427,28 @@ cdef void pack_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
     cdef Pack *c = <Pack *>context
     cdef fmha_item item = fmha_item_of(&c.cut, index)
     cdef ptrdiff_t h
+    cdef const char *x
+    cdef char *y
     for h in range(c.heads):
-        c.kernels.copy_rows(item.rows, item.cols, head(&c.x, item.b, h, item.i0, c.itemsize), c.x.stride[2],
-                            head(&c.y, item.b, h, item.i0, c.itemsize), c.y.stride[2])
+        x, y = head(&c.x, item.b, h, item.i0, c.size_x), head(&c.y, item.b, h, item.i0, c.size_y)
+        if c.element == FMHA_SAME:
+            c.kernels.copy_rows(item.rows, item.cols, x, c.x.stride[2], y, c.y.stride[2])
+        elif c.size_x < c.size_y:
+            c.kernels.load_rows(c.element, item.rows, item.cols, x, c.x.stride[2], y, c.y.stride[2])
+        else:
+            c.kernels.store_rows(c.element, item.rows, item.cols, x, c.x.stride[2], y, c.y.stride[2])
 
 
 def pack_heads(x, out, int threads):
-    """out <- x, both (B, H, L, width) with unit last strides, a blocked copy."""
+    """out <- x, both (B, H, L, width) with unit last strides, a blocked copy; of one dtype, or one of them of half precision, and
+    then converted, or rounded."""
     cdef Pack c
     cdef ptrdiff_t shape[4]
-    c.itemsize = x.dtype.itemsize
-    c.kernels = kernel_tables[c.itemsize == 8]
-    read_array(out, &c.y, NULL, c.itemsize, True)
-    read_array(x, &c.x, shape, c.itemsize, False)
+    c.size_x, c.size_y = x.dtype.itemsize, out.dtype.itemsize
+    c.element = element_of(x.dtype if c.size_x < c.size_y else out.dtype) if c.size_x != c.size_y else FMHA_SAME
+    c.kernels = kernel_tables[max(c.size_x, c.size_y) == 8]
+    read_array(out, &c.y, NULL, c.size_y, True)
+    read_array(x, &c.x, shape, c.size_x, False)
     c.heads = shape[1]
     c.cut = fmha_matrices_cut(shape[0], shape[2], FMHA_PACK_ROWS, shape[3], 0)
     with nogil:
@@ -768,7 +805,7 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     c.p = problem.c
     c.cut = fmha_forward_cut(&c.p)
-    read_array(out, &c.out, NULL, problem.itemsize, True)
+    read_array(out, &c.out, NULL, problem.element_size, True)
     c.lse = pointer(lse, True) if lse is not None else NULL
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
@@ -811,12 +848,12 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, items
     c.p = problem.c
-    read_array(out, &c.out, NULL, size, False)
+    read_array(out, &c.out, NULL, problem.element_size, False)
     c.lse = pointer(lse, False)
-    read_array(grad_out, &c.grad_out, NULL, size, False)
-    read_array(grad_q, &c.grad_q, NULL, size, True)
-    read_array(grad_k, &c.grad_k, NULL, size, True)
-    read_array(grad_v, &c.grad_v, NULL, size, True)
+    read_array(grad_out, &c.grad_out, NULL, problem.element_size, False)
+    read_array(grad_q, &c.grad_q, NULL, problem.element_size, True)
+    read_array(grad_k, &c.grad_k, NULL, problem.stored_size, True)
+    read_array(grad_v, &c.grad_v, NULL, problem.stored_size, True)
     c.row_states = pointer(states, True) if states is not None else NULL
     if states is None and whole < c.p.B * c.p.Hkv:
         between = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
@@ -840,8 +877,8 @@ def mask_gradient(Problem problem, grad_out, states, grad_mask, int threads):
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     c.p = problem.c
-    read_array(grad_out, &c.grad_out, NULL, problem.itemsize, False)
-    read_array(grad_mask, &c.grad_mask, NULL, problem.itemsize, True)
+    read_array(grad_out, &c.grad_out, NULL, problem.element_size, False)
+    read_array(grad_mask, &c.grad_mask, NULL, size_of(c.p.mask_element, problem.itemsize), True)
     c.row_states = pointer(states, False)
     c.cut = fmha_mask_cut(&c.p, &c.grad_mask)
     cdef ptrdiff_t items = fmha_items(&c.cut)
@@ -888,7 +925,7 @@ def decode_forward(Problem problem, out, lse, int threads):
     cdef fmha_cut merging
     cdef ptrdiff_t size = problem.itemsize, heads, parts
     c.p = problem.c
-    read_array(out, &c.out, NULL, size, True)
+    read_array(out, &c.out, NULL, problem.element_size, True)
     c.lse = pointer(lse, True) if lse is not None else NULL
     merging = fmha_heads_cut(&c.p)
     heads = fmha_items(&merging)
@@ -915,7 +952,7 @@ ctypedef struct Packed:
     fmha_run whole
     fmha_task task
     fmha_cut (*cut)(const fmha_run *, int64_t) noexcept nogil
-    ptrdiff_t sequences, itemsize
+    ptrdiff_t sequences, itemsize, element_size, stored_size
     const int64_t *table                # for each sequence PACKED_COLUMNS numbers
     int64_t *first                      # (sequences + 1) the first item of each
     int64_t *chunk                      # (sequences) where the results of its chunks begin, in bytes, or NULL
@@ -928,25 +965,25 @@ cdef enum:
 cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogil:
     """The run of sequence s."""
     cdef const int64_t *row = c.table + s * PACKED_COLUMNS
-    cdef ptrdiff_t size = c.itemsize, q0 = row[0], k0 = row[2]
+    cdef ptrdiff_t size = c.itemsize, of_q = c.element_size, of_k = c.stored_size, q0 = row[0], k0 = row[2]
     to[0] = c.whole
     to.p.Lq, to.p.Lk = row[1], row[3]
-    to.p.q.data += q0 * to.p.q.stride[2] * size
-    to.p.k.data += k0 * to.p.k.stride[2] * size
-    to.p.v.data += k0 * to.p.v.stride[2] * size
+    to.p.q.data += q0 * to.p.q.stride[2] * of_q
+    to.p.k.data += k0 * to.p.k.stride[2] * of_k
+    to.p.v.data += k0 * to.p.v.stride[2] * of_k
     if to.p.offset != NULL:
         to.p.offset += row[4]
     to.p.dropout.b += row[4]
-    to.out.data += q0 * to.out.stride[2] * size
+    to.out.data += q0 * to.out.stride[2] * of_q
     if to.lse != NULL:                  # a sequence's (H, Lq) behind those of the sequences before
         to.lse += to.p.H * q0 * size
     if to.row_states != NULL:
         to.row_states += to.p.H * q0 * FMHA_ROW_STATE * size
     if to.grad_out.data != NULL:
-        to.grad_out.data += q0 * to.grad_out.stride[2] * size
-        to.grad_q.data += q0 * to.grad_q.stride[2] * size
-        to.grad_k.data += k0 * to.grad_k.stride[2] * size
-        to.grad_v.data += k0 * to.grad_v.stride[2] * size
+        to.grad_out.data += q0 * to.grad_out.stride[2] * of_q
+        to.grad_q.data += q0 * to.grad_q.stride[2] * of_q
+        to.grad_k.data += k0 * to.grad_k.stride[2] * of_k
+        to.grad_v.data += k0 * to.grad_v.stride[2] * of_k
     if c.chunk != NULL:
         to.chunks += c.chunk[s]
     to.cut = c.cut(to, row[5])
@@ -1055,13 +1092,13 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
     where all heads are whole."""
     cdef Packed c
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, most, items
+    cdef ptrdiff_t most, items
     cdef Scratch numbers, scratch
     prepare_packed(&c, problem, table, out, lse)
-    read_array(grad_out, &c.whole.grad_out, NULL, size, False)
-    read_array(grad_q, &c.whole.grad_q, NULL, size, True)
-    read_array(grad_k, &c.whole.grad_k, NULL, size, True)
-    read_array(grad_v, &c.whole.grad_v, NULL, size, True)
+    read_array(grad_out, &c.whole.grad_out, NULL, problem.element_size, False)
+    read_array(grad_q, &c.whole.grad_q, NULL, problem.element_size, True)
+    read_array(grad_k, &c.whole.grad_k, NULL, problem.stored_size, True)
+    read_array(grad_v, &c.whole.grad_v, NULL, problem.stored_size, True)
     c.whole.row_states = pointer(states, True) if states is not None else NULL
     numbers = Scratch((c.sequences + 1) * sizeof(int64_t), 1)
     c.first = <int64_t *>numbers.start
@@ -1083,8 +1120,9 @@ cdef int prepare_packed(Packed *c, Problem problem, table, out, lse) except -1:
     """What both directions share."""
     memset(c, 0, sizeof(Packed))
     c.whole.p, c.itemsize = problem.c, problem.itemsize
+    c.element_size, c.stored_size = problem.element_size, problem.stored_size
     c.table, c.sequences = <const int64_t *>pointer(table, False), len(table)
-    read_array(out, &c.whole.out, NULL, problem.itemsize, True)
+    read_array(out, &c.whole.out, NULL, problem.element_size, True)
     c.whole.lse = pointer(lse, True) if lse is not None else NULL
     return 0
 

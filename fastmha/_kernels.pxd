@@ -35,7 +35,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         const int64_t *offset
         const int64_t *key_start
         const int64_t *key_length
-        int stored, element, parts
+        int element, stored, parts, mask_element
         fmha_array q, k, v, bool_mask, additive_mask
         const char *sinks
         const char *alibi
@@ -86,6 +86,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*divide_rows)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const void *) noexcept nogil
         int (*all_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t) noexcept nogil
         void (*copy_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*load_rows)(int, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
+        void (*store_rows)(int, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*copy_finite)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*multiply)(ptrdiff_t, void *, double) noexcept nogil
         void (*add_nonfinite)(const fmha_problem *, const fmha_block *, int, double, const void *, const void *,

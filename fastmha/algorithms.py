@@ -23,6 +23,13 @@ _HEAD_ROWS = 256                # of a slice of a product that is written by hea
 _SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
 
 
+def gradients(problem: Problem, of_q: tuple[int, ...], of_k: tuple[int, ...], of_v: tuple[int, ...]) -> list[np.ndarray]:
+    """Arrays of these shapes for the gradients of q, k and v."""
+    if problem.element == problem.stored:
+        return empty_together([of_q, of_k, of_v], problem.element)
+    return [np.empty(of_q, problem.element), *empty_together([of_k, of_v], problem.stored)]
+
+
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
     """Arrays, large ones in one piece of memory: an allocator that gives large pieces back to the system at once, as glibc's
     does with several of one size, would cost a page fault every 4 KB of every call."""
@@ -33,10 +40,11 @@ def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[n
     return [memory[end - math.prod(s):end].reshape(s) for s, end in zip(shapes, ends)]
 
 
-def packed(threads: int, *heads: np.ndarray) -> list[np.ndarray]:
-    """Copies of heads (B, H, L, width) with each head contiguous; broadcast batches and heads stay broadcast."""
+def packed(threads: int, *heads: np.ndarray, dtype: np.dtype | None = None) -> list[np.ndarray]:
+    """Copies of heads (B, H, L, width) with each head contiguous, where they are of half precision in another dtype; broadcast
+    batches and heads stay broadcast."""
     whole = [x[:1 if x.strides[0] == 0 else None, :1 if x.strides[1] == 0 else None] for x in heads]
-    copies = empty_together([x.shape for x in whole], heads[0].dtype)
+    copies = empty_together([x.shape for x in whole], heads[0].dtype if dtype is None else dtype)
     for x, copy in zip(whole, copies):
         if copy.size:
             _core.pack_heads(x, copy, threads)
@@ -65,13 +73,22 @@ def needs_packing(x: np.ndarray) -> bool:
     return rows > 1 and width > 0 and not max(1, width) <= stride <= validate.BLAS_INT_MAX
 
 
+def copied_for_blas(x: np.ndarray, dtype: np.dtype) -> bool:
+    """Whether BLAS cannot take the heads of x where they lie, in a computation of that dtype."""
+    return x.dtype != dtype or needs_packing(x)
+
+
 def _for_blas(problem: Problem, threads: int) -> Problem:
-    """The problem with those heads packed that BLAS cannot take where they lie."""
+    """The problem with those heads packed, or converted, that BLAS cannot take where they lie."""
     old = problem.q, problem.k, problem.v
-    new = [packed(threads, x)[0] if needs_packing(x) else x for x in old]
+    new = [_taken(x, problem.dtype, threads) for x in old]
     if all(a is b for a, b in zip(new, old)):
         return problem
     return problem.with_heads(*new)
+
+
+def _taken(x: np.ndarray, dtype: np.dtype, threads: int) -> np.ndarray:
+    return packed(threads, x, dtype=dtype)[0] if copied_for_blas(x, dtype) else x
 
 
 def _blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int) -> None:
@@ -79,11 +96,11 @@ def _blas_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, wei
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
     target = out
-    if needs_packing(out):
-        target = np.empty(out.shape, out.dtype)
+    if copied_for_blas(out, problem.dtype):
+        target = np.empty(out.shape, problem.dtype)
     _core.blas_forward(_for_blas(problem, threads), target, lse, weights, rows, threads)
     if target is not out:
-        out[...] = target
+        _core.pack_heads(target, out, threads)
 
 
 def _blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
@@ -91,9 +108,14 @@ def _blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out:
     """grad_q, grad_k, grad_v <- the gradients, each of the shape of its operand."""
     _, _, _, Lq, Lk, _, _ = problem.shape
     rows = blas_rows(Lq, Lk, problem.itemsize)
-    if needs_packing(grad_out):
-        grad_out = packed(threads, grad_out)[0]
-    _core.blas_backward(_for_blas(problem, threads), out, lse, grad_out, grad_q, grad_k, grad_v, states, rows, threads)
+    dtype, grads = problem.dtype, (grad_q, grad_k, grad_v)
+    if out.dtype != dtype:
+        out = packed(threads, out, dtype=dtype)[0]
+    targets = [x if x.dtype == dtype else np.empty(x.shape, dtype) for x in grads]
+    _core.blas_backward(_for_blas(problem, threads), out, lse, _taken(grad_out, dtype, threads), *targets, states, rows, threads)
+    for target, x in zip(targets, grads):
+        if target is not x:
+            _core.pack_heads(target, x, threads)
 
 
 def _blas_tile(problem: Problem) -> tuple[int, int]:
@@ -161,8 +183,9 @@ BY_BLAS = frozenset(name for name, record in BY_NAME.items() if record.by_blas)
 
 def forward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None,
             threads: int) -> None:
-    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention by the named algorithm, which must be able to."""
-    BY_NAME[name].forward(problem, out, lse, weights, threads)
+    """out (B, H, Lq, Dv), lse (B, H, Lq), weights (B, H, Lq, Lk) <- attention by the named algorithm, which must be able to; lse
+    and weights of the computation's dtype."""
+    BY_NAME[name].forward(problem, validate.bits(out), lse, weights, threads)
 
 
 def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
@@ -184,7 +207,7 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
                 of_tiled = np.zeros_like(states)
                 spare = [np.empty(x.shape, x.dtype) for x in (grad_q, grad_k, grad_v)]
                 backward_of(TILED.name, problem, out, lse, grad_out, spare[0], spare[1], spare[2], of_tiled, threads)
-            _core.mask_gradient(problem, grad_out, of_tiled, grad_mask, threads)
+            _core.mask_gradient(problem, validate.bits(grad_out), of_tiled, validate.bits(grad_mask), threads)
     return None if problem.sinks is None else sink_gradient(problem.sinks, states)
 
 
@@ -194,7 +217,8 @@ def backward_of(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, g
     and the gradient of a mask are made of."""
     run = BY_NAME[name].backward
     assert run is not None      # `planning.choose` has seen to it
-    run(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads)
+    bits = validate.bits
+    run(problem, bits(out), lse, bits(grad_out), bits(grad_q), bits(grad_k), bits(grad_v), states, threads)
 
 
 def sink_gradient(sinks: np.ndarray, states: np.ndarray) -> np.ndarray:

@@ -78,7 +78,7 @@ class Chosen(NamedTuple):
     heads: np.ndarray       # indices, as asked for
     rows: np.ndarray
     reduce: str | None
-    captured: np.ndarray    # the result, zeros until `fill`
+    captured: np.ndarray    # the result in the computation's dtype, zeros until `fill`
 
 
 def check(capture: Any, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -103,7 +103,7 @@ def choose(capture: Any, problem: Problem) -> Chosen:
 
 
 def fill(chosen: Chosen, problem: Problem, algorithm: str, threads: int) -> np.ndarray:
-    """chosen.captured <- the weights or their reduction; `algorithm`: what the caller said.
+    """The weights or their reduction, chosen.captured or a rounded copy of it; `algorithm`: what the caller said.
 
     Blocks of rows depend on the lengths alone and are added in their order: the bits of a batch row depend neither on the
     others nor on the threads.
@@ -111,7 +111,7 @@ def fill(chosen: Chosen, problem: Problem, algorithm: str, threads: int) -> np.n
     heads, rows, reduce, captured = chosen
     B, H, Hkv, Lq, Lk, _, _ = problem.shape
     if captured.size == 0 or Lk == 0 or len(rows) == 0:
-        return captured
+        return validate.cast(captured, problem.element)
     name = algorithms.for_weights(algorithm)
     fit = _BUFFER_BYTES // (Lk * problem.itemsize)
     most = max(_ROWS, fit // _ROWS * _ROWS)
@@ -128,14 +128,14 @@ def fill(chosen: Chosen, problem: Problem, algorithm: str, threads: int) -> np.n
                 shape = batch.stop - b, end - head, last - first, Lk
                 weights = buffer[: shape[0] * shape[1] * shape[2] * Lk].reshape(shape)
                 part = _part(problem, batch, slice(head, end), slice(first, last))
-                algorithms.forward(name, part, np.empty((*shape[:3], 0), problem.dtype), None, weights, threads)
+                algorithms.forward(name, part, np.empty((*shape[:3], 0), part.element), None, weights, threads)
                 value = _reduced(weights if picked is None else weights[:, :, picked], reduce)
                 for i, h in to:
                     if reduce == "sum_q":
                         captured[batch, i] += value[:, h]
                     else:
                         captured[batch, i][:, places] = value[:, h]
-    return captured
+    return validate.cast(captured, problem.element)
 
 
 def _row_blocks(rows: np.ndarray, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

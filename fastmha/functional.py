@@ -151,15 +151,15 @@ def attention(
     shape = (B, H, Lq, Dv) if layout == "BHLD" else (B, Lq, H, Dv)
     chosen = None if capture is None else captures.choose(capture, problem)
     if out is None:
-        result = target = np.empty(shape, problem.dtype)
+        result = target = np.empty(shape, problem.element)
     else:
         sides = dict(zip(validate.KEY_RANGES, key_ranges or ()))
-        result = target = validate.output(out, shape, problem.dtype,
+        result = target = validate.output(out, shape, problem.element,
                                                  {"q": q, "k": k, "v": v, "mask": mask, "offset": offset,
                                                   "key_padding_lengths": key_padding_lengths, "sinks": sinks, "alibi": alibi,
                                                   **sides})
-        if not _core.in_place(result):
-            target = np.empty(shape, problem.dtype)
+        if not _core.in_place(validate.bits(result)):
+            target = np.empty(shape, problem.element)
     lse = np.empty((B, H, Lq), problem.dtype) if return_lse else None
     algorithms.forward(name, problem, _by_head(target, layout), lse, None, workers)
     if target is not result:
@@ -228,23 +228,25 @@ def attention_backward(
     name, _ = choose(problem, algorithm, backward=True)
     if validate.flag("need_bias_grad", need_bias_grad) and problem.additive_mask is None:
         came = "no mask" if mask is None else "one of bool"
-        raise ValueError(f"need_bias_grad needs a mask of {problem.dtype}, which is added to the scores, got {came}")
+        raise ValueError(f"need_bias_grad needs a mask of {problem.element}, which is added to the scores, got {came}")
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
-    dtype = problem.dtype
+    dtype = problem.element
 
     def shape(heads: int, length: int, width: int) -> tuple[int, ...]:
         return (B, heads, length, width) if layout == "BHLD" else (B, length, heads, width)
 
     grad_out = validate.like("grad_out", grad_out, shape(H, Lq, Dv), dtype, layout)
     out = validate.like("out", out, shape(H, Lq, Dv), dtype, layout)
-    lse = validate.like("lse", lse, (B, H, Lq), dtype, layout)
+    lse = validate.lse_like("lse", lse, (B, H, Lq), dtype, layout)
     workers = threads.resolve(num_threads)
-    grad_out, out = validate.usable(grad_out)[0], validate.usable(out)[0]
-    grads = algorithms.empty_together([shape(*s) for s in ((H, Lq, D), (Hkv, Lk, D), (Hkv, Lk, Dv))], dtype)
+    grad_out, out = validate.usable(validate.bits(grad_out))[0], validate.usable(validate.bits(out))[0]
+    grads = algorithms.gradients(problem, shape(H, Lq, D), shape(Hkv, Lk, D), shape(Hkv, Lk, Dv))
     grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
-    grad_mask = np.empty(problem.additive_mask.shape, dtype) if need_bias_grad and problem.additive_mask is not None else None
+    grad_mask = np.empty(problem.additive_mask.shape, validate.as_array("mask", mask).dtype) if need_bias_grad else None
     grad_sinks = algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")),
                                      _by_head(grad_out, layout), grad_q, grad_k, grad_v, workers, grad_mask)
+    if grad_sinks is not None:
+        grad_sinks = validate.cast(grad_sinks, validate.as_array("sinks", sinks).dtype)
     return *grads, *(g for g in (grad_sinks, grad_mask) if g is not None)
 
 
@@ -289,13 +291,14 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
     True
     """
     validate.choice("layout", layout, validate.LAYOUTS)
-    out1 = validate.heads("out1", out1, layout)
-    dtype = out1.dtype
+    out1 = validate.heads("out1", out1, layout, True)
+    element, dtype = out1.dtype, validate.computed(out1.dtype)
     B, H, Lq, _ = _by_head(out1, layout).shape
-    lse1 = validate.like("lse1", lse1, (B, H, Lq), dtype, layout, "out1")
-    out2 = validate.like("out2", out2, out1.shape, dtype, layout, "out1")
-    lse2 = validate.like("lse2", lse2, (B, H, Lq), dtype, layout, "out1")
+    lse1 = validate.lse_like("lse1", lse1, (B, H, Lq), element, layout, "out1")
+    out2 = validate.like("out2", out2, out1.shape, element, layout, "out1")
+    lse2 = validate.lse_like("lse2", lse2, (B, H, Lq), element, layout, "out1")
     out = np.empty(out1.shape, dtype)
+    out1, out2 = validate.cast(out1, dtype), validate.cast(out2, dtype)
     x, y, to = (_by_head(z, layout) for z in (out1, out2, out))
     with np.errstate(all="ignore"):
         share1, share2, lse = shares(lse1, lse2)
@@ -306,7 +309,7 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
             np.copyto(to, other_out, where=empty[..., None])
             np.copyto(lse, other_lse, where=empty)
     np.copyto(to, 0, where=(lse == -np.inf)[..., None])
-    return out, lse
+    return validate.cast(out, element), lse
 
 
 @validate.own_keywords(validate.CALL_NAMES)
@@ -362,11 +365,11 @@ def softmax(x: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
     (..., n) array
         exp(x - max) / sum(exp(x - max)) row by row; a row of only -inf gives zeros.
     """
-    x = _rows("x", x)
+    x, dtype = _rows("x", x)
     y = np.empty(x.shape, x.dtype)
     if x.size:
         _core.softmax_rows(x.reshape(-1, x.shape[-1]), None, y.reshape(-1, x.shape[-1]), threads.resolve(num_threads))
-    return y
+    return validate.cast(y, dtype)
 
 
 def softmax_backward(grad_output: np.ndarray, softmax_output: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
@@ -384,8 +387,9 @@ def softmax_backward(grad_output: np.ndarray, softmax_output: np.ndarray, *, num
     (..., n) array
         y ∘ (g - sum(g ∘ y)) row by row: the Jacobian diag(y) - y yᵀ times g.
     """
-    grad_output, softmax_output = _rows("grad_output", grad_output), _rows("softmax_output", softmax_output)
-    validate.same_dtype("grad_output", grad_output, "softmax_output", softmax_output.dtype)
+    (grad_output, of_grad), (softmax_output, dtype) = _rows("grad_output", grad_output), _rows("softmax_output", softmax_output)
+    if of_grad != dtype:
+        raise TypeError(f"grad_output has dtype {of_grad} but softmax_output has {dtype}: they must share one dtype")
     if grad_output.shape != softmax_output.shape:
         raise ValueError(f"grad_output has shape {grad_output.shape} but softmax_output has {softmax_output.shape}")
     grad = np.empty(softmax_output.shape, softmax_output.dtype)
@@ -393,22 +397,28 @@ def softmax_backward(grad_output: np.ndarray, softmax_output: np.ndarray, *, num
         n = grad.shape[-1]
         _core.softmax_rows(grad_output.reshape(-1, n), softmax_output.reshape(-1, n), grad.reshape(-1, n),
                            threads.resolve(num_threads))
-    return grad
+    return validate.cast(grad, dtype)
 
 
-def _rows(name: str, x: Any) -> np.ndarray:
-    x = validate.floats(name, x)
+def _rows(name: str, x: Any) -> tuple[np.ndarray, np.dtype]:
+    """x in the dtype in which it is computed, contiguous, and the dtype that it has."""
+    x = validate.floats(name, x, half=True)
     if x.ndim == 0:
         raise ValueError(f"{name} must have at least one axis, got a scalar")
-    return np.require(x, None, ("C", "A"))
+    return _operand(x), x.dtype
+
+
+def _operand(x: np.ndarray) -> np.ndarray:
+    """x contiguous, in the dtype in which it is computed."""
+    return np.require(validate.cast(x, validate.computed(x.dtype)), None, ("C", "A"))
 
 
 def weighted(problem: Problem, workers: int) -> tuple[np.ndarray, np.ndarray]:
     """(out (B, H, Lq, Dv), weights (B, H, Lq, Lk)) with the weights in memory."""
     B, H, _, Lq, Lk, _, Dv = problem.shape
-    out, weights = np.empty((B, H, Lq, Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
+    out, weights = np.empty((B, H, Lq, Dv), problem.element), np.empty((B, H, Lq, Lk), problem.dtype)
     algorithms.forward(choose(problem, AUTO, weights=True)[0], problem, out, None, weights, workers)
-    return out, weights
+    return out, validate.cast(weights, problem.element)
 
 
 @validate.own_keywords(validate.TEXTBOOK_NAMES)
@@ -429,7 +439,7 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
     weights : (B, n, m) or (B, H, n, m) array
         Rows sum to 1; a row with everything removed is 0.
     """
-    arrays = [validate.floats(name, x) for name, x in (("Q", Q), ("K", K), ("V", V))]
+    arrays = [validate.floats(name, x, half=True) for name, x in (("Q", Q), ("K", K), ("V", V))]
     flat = arrays[0].ndim == 3
     for name, x in zip("QKV", arrays):
         if x.ndim not in (3, 4) or x.ndim != arrays[0].ndim:
@@ -492,7 +502,7 @@ def combine_heads(x: np.ndarray) -> np.ndarray:
 
 def _textbook_heads(projected: dict[str, Any], num_heads: int) -> list[np.ndarray]:
     """Heads (B, H, L, D) of projected queries, keys and values, checked under their own names."""
-    arrays = {name: validate.floats(name, x, 3, "(B, L, d_model)") for name, x in projected.items()}
+    arrays = {name: validate.floats(name, x, 3, "(B, L, d_model)", True) for name, x in projected.items()}
     num_heads = validate.integer("num_heads", num_heads, 1)
     for name, x in arrays.items():
         if x.shape[2] % num_heads:
@@ -522,10 +532,10 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     q, k, v = _textbook_heads({"Q": Q, "K": K, "V": V}, num_heads)
     problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     B, H, _, Lq, Lk, _, Dv = problem.shape
-    output, weights = np.empty((B, Lq, H * Dv), problem.dtype), np.empty((B, H, Lq, Lk), problem.dtype)
+    output, weights = np.empty((B, Lq, H * Dv), problem.element), np.empty((B, H, Lq, Lk), problem.dtype)
     algorithms.forward(choose(problem, AUTO, weights=True)[0], problem, split_heads(output, num_heads), None, weights,
                        threads.resolve(None))
-    return output, weights
+    return output, validate.cast(weights, problem.element)
 
 
 @validate.own_keywords(validate.TEXTBOOK_NAMES | {"query": "it is q here", "key": "it is k here", "value": "it is v here"})
@@ -557,29 +567,34 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
         raise ValueError(f"weights must hold W_Q, W_K, W_V, W_O and may hold b_Q, b_K, b_V, b_O: {said}")
     workers = threads.resolve(None)
 
-    def project(name: str, x: Any, letter: str) -> np.ndarray:
-        x = validate.floats(name, x, 3, "(B, L, d_model)")
-        W = validate.floats(f'weights["W_{letter}"]', weights[f"W_{letter}"], 2, "(in, out)")
-        validate.same_dtype(f'weights["W_{letter}"]', W, name, x.dtype)
+    def project(name: str, x: Any, letter: str, dtype: np.dtype | None = None) -> np.ndarray:
+        """In the dtype in which it is computed; dtype: that of the weights, if not x's."""
+        x = validate.floats(name, x, 3, "(B, L, d_model)", True)
+        dtype = x.dtype if dtype is None else dtype
+        W = validate.floats(f'weights["W_{letter}"]', weights[f"W_{letter}"], 2, "(in, out)", True)
+        validate.same_dtype(f'weights["W_{letter}"]', W, name, dtype)
         if W.shape[0] != x.shape[2]:
             raise ValueError(f'weights["W_{letter}"] has {W.shape[0]} rows but {name} has width {x.shape[2]}')
         bias = weights.get(f"b_{letter}")
         if bias is not None:
-            bias = validate.floats(f'weights["b_{letter}"]', bias, 1, "(out,)")
-            validate.same_dtype(f'weights["b_{letter}"]', bias, name, x.dtype)
+            bias = validate.floats(f'weights["b_{letter}"]', bias, 1, "(out,)", True)
+            validate.same_dtype(f'weights["b_{letter}"]', bias, name, dtype)
             if bias.shape != (W.shape[1],):
                 raise ValueError(f'weights["b_{letter}"] must have shape ({W.shape[1]},), got {bias.shape}')
-            bias = np.require(bias, None, ("C", "A"))
-        y = np.empty((*x.shape[:2], W.shape[1]), x.dtype)
+            bias = _operand(bias)
+        y = np.empty((*x.shape[:2], W.shape[1]), validate.computed(dtype))
         rows = x.shape[0] * x.shape[1]
-        algorithms.product(np.require(x, None, ("C", "A")).reshape(rows, W.shape[0]), np.require(W, None, ("C", "A")),
-                           y.reshape(rows, W.shape[1]), workers, bias=bias)
+        algorithms.product(_operand(x).reshape(rows, W.shape[0]), _operand(W), y.reshape(rows, W.shape[1]), workers, bias=bias)
         return y
 
     Q, K, V = (project(n, x, letter) for n, x, letter in (("q", q, "Q"), ("k", k, "K"), ("v", v, "V")))
+    dtype, of_k, of_v = (validate.as_array(n, x).dtype for n, x in (("q", q), ("k", k), ("v", v)))
+    if validate.is_half(dtype) or validate.is_half(of_k) or validate.is_half(of_v):      # their projections are float32
+        validate.same_dtype("k", validate.as_array("k", k), "q", dtype)
+        validate.same_dtype("v", validate.as_array("v", v), "q", dtype)
     q, k, v = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
     problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     B, H, _, Lq, _, _, Dv = problem.shape
     concat = np.empty((B, Lq, H * Dv), problem.dtype)
     algorithms.forward(choose(problem, AUTO)[0], problem, split_heads(concat, num_heads), None, None, workers)
-    return project("concat", concat, "O")
+    return validate.cast(project("concat", concat, "O", dtype), dtype)

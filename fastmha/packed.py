@@ -102,15 +102,15 @@ def attention_packed(
     problem = packed.problem
     _, H, _, total, _, _, Dv = problem.shape
     if out is None:
-        result = target = np.empty((total, H, Dv), problem.dtype)
+        result = target = np.empty((total, H, Dv), problem.element)
     else:
         inputs = {"q": q, "k": k, "v": v, "lengths_q": lengths_q, "lengths_k": lengths_k, "offset": offset, "sinks": sinks,
                   "alibi": alibi}
-        result = target = validate.output(out, (total, H, Dv), problem.dtype, inputs)
-        if not _core.in_place(result):
-            target = np.empty((total, H, Dv), problem.dtype)
+        result = target = validate.output(out, (total, H, Dv), problem.element, inputs)
+        if not _core.in_place(validate.bits(result)):
+            target = np.empty((total, H, Dv), problem.element)
     lse = np.empty(H * total, problem.dtype) if return_lse else None
-    out4 = _heads(target)
+    out4 = _heads(validate.bits(target))
     for name, table in _runs(packed, workers):
         if name != BLAS.name:
             _core.packed_forward(problem, table, out4, lse, name == DECODE.name, workers)
@@ -160,14 +160,14 @@ def attention_packed_backward(
     packed = _checked(q, k, v, lengths_q, lengths_k, rules, backward=True)
     problem = packed.problem
     _, H, Hkv, total, total_k, D, Dv = problem.shape
-    dtype = problem.dtype
-    grad_out = validate.like("grad_out", grad_out, (total, H, Dv), dtype, None)
-    out = validate.like("out", out, (total, H, Dv), dtype, None)
-    lse = validate.like("lse", lse, (H, total), dtype, None)
+    dtype, element = problem.dtype, problem.element
+    grad_out = validate.like("grad_out", grad_out, (total, H, Dv), element, None)
+    out = validate.like("out", out, (total, H, Dv), element, None)
+    lse = validate.lse_like("lse", lse, (H, total), element, None)
     workers = threads.resolve(num_threads)
-    grads = algorithms.empty_together([(total, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv)], dtype)
-    grad_q, grad_k, grad_v = map(_heads, grads)
-    grad_out, out = (validate.usable(_heads(x))[0] for x in (grad_out, out))
+    grads = algorithms.gradients(problem, (total, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv))
+    grad_q, grad_k, grad_v = (_heads(validate.bits(x)) for x in grads)
+    grad_out, out = (validate.usable(_heads(validate.bits(x)))[0] for x in (grad_out, out))
     places = _places(packed)
     flat = np.empty(H * total, dtype)
     flat[places] = lse
@@ -185,7 +185,8 @@ def attention_packed_backward(
                                    grad_k[:, :, of_k], grad_v[:, :, of_k], own, workers)
     if problem.sinks is None:
         return tuple(grads)
-    return *grads, algorithms.sink_gradient(problem.sinks, states.reshape(-1, state)[places][None])
+    of_sinks = algorithms.sink_gradient(problem.sinks, states.reshape(-1, state)[places][None])
+    return *grads, validate.cast(of_sinks, validate.as_array("sinks", sinks).dtype)
 
 
 def _heads(x: np.ndarray) -> np.ndarray:
@@ -194,7 +195,7 @@ def _heads(x: np.ndarray) -> np.ndarray:
 
 
 def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rules, backward: bool) -> _Packed:
-    q, k, v = (validate.floats(name, x, 3, _AXES) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = (validate.floats(name, x, 3, _AXES, True) for name, x in (("q", q), ("k", k), ("v", v)))
     for name, x, other, y, axis, what in (("k", k, "q", q, 2, "width"), ("v", v, "k", k, 0, "length")):
         if x.shape[axis] != y.shape[axis]:
             raise ValueError(f"{name} has {what} {x.shape[axis]} on axis {axis} but {other} has {y.shape[axis]}")
@@ -232,6 +233,7 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
     names = np.array(chosen, object)[of_pair.reshape(-1)]
     problem = Problem(whole.q, whole.k, whole.v, None, None, offsets, None, None, *whole.window,
                       whole.scale, whole.softcap, whole.sinks, whole.alibi, whole.draws)
+    problem.element, problem.stored = whole.element, whole.stored
     return _Packed(problem, np.cumsum(of_q) - of_q, of_q, np.cumsum(of_k) - of_k, of_k, names)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fastmha import _core, validate
 from fastmha._core import Problem
-from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, needs_packing, tiled_whole_heads
+from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, copied_for_blas, tiled_whole_heads
 
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 # "auto" decodes up to so many query rows per key/value head, from so many bytes of a key and of all keys on: below, what an item
@@ -44,7 +44,8 @@ class Plan:
         Floating-point operations of the products over the pairs that causality, window, padding lengths and key ranges leave:
         2 · (D + Dv) per pair forward, 2 · (3 D + 2 Dv) more with `backward`.
     bytes_copied : int
-        Bytes of q, k, v (and their like) that are copied before the kernels run.
+        Bytes of q, k, v (and their like) that are copied before the kernels run: as the copies have them, of half precision
+        for "blas" in float32.
     scratch_bytes : int
         Scratch memory of all threads.
     layout : str
@@ -231,7 +232,8 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     record, copied = BY_NAME[name], problem.bytes_copied
     if record.by_blas:
-        copied += sum(validate.collapsed(x).nbytes for x in (problem.q, problem.k, problem.v) if needs_packing(x))
+        copied += sum(validate.collapsed(x).size * problem.itemsize for x in (problem.q, problem.k, problem.v)
+                      if copied_for_blas(x, problem.dtype))
     rows, keys = record.tile(problem)
     scratch, shared = record.scratch(problem, backward, threads)
     passes = [items for items in _passes(problem, name, backward, threads, rows) if len(items)]
@@ -241,7 +243,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
         bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
-        shapes=f"{problem.dtype} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
+        shapes=f"{problem.element}{f' (k, v {problem.stored})' * (problem.stored != problem.element)} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
         layout=layout[0], layout_reason=layout[1],
     )

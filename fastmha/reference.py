@@ -1,8 +1,9 @@
 """The specification of fastmha in plain NumPy: what every kernel must return, and the oracle of the tests.
 
 Axis letters: ``B`` batch, ``Lq`` ``Lk`` lengths, ``H`` query heads, ``Hkv`` key/value heads, ``D`` key width, ``Dv``
-value width. One line of mathematics per step, everything materialised, in the dtype of the inputs. Valid inputs are
-assumed: the checks and their messages belong to the functions of the same names in `fastmha`.
+value width. One line of mathematics per step, everything materialised, in the dtype of the inputs, or for inputs of float16
+and bfloat16 in float64, rounded to theirs at the end. Valid inputs are assumed: the checks and their messages belong to the
+functions of the same names in `fastmha`.
 
 Definitions used throughout:
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,24 @@ Array = NDArray[Any]
 Window = tuple[int | None, int | None]
 Ranges = tuple[ArrayLike | None, ArrayLike | None]
 Fold = Callable[[Array], Array]
+
+# Of the half types: what one rounding errs by, relative, and the same of the smallest numbers, absolute; the largest number.
+_HALF = {"float16": (2.0**-11, 2.0**-25, 65504.0), "bfloat16": (2.0**-8, 2.0**-126, (2 - 2.0**-7) * 2.0**127)}
+
+
+def _wide(*arrays: Array) -> list[Array]:
+    """Arrays of half precision in float64, others as they are."""
+    return [x.astype(np.float64) if x.dtype.name in _HALF else x for x in arrays]
+
+
+def _like(x: Array, dtype: Any) -> Array:
+    """A result for operands of a dtype."""
+    with np.errstate(over="ignore"):
+        return x.astype(dtype, copy=False)
+
+
+def _lse_like(lse: Array, dtype: Any) -> Array:
+    return _like(lse, np.float32 if np.dtype(dtype).name in _HALF else dtype)
 
 
 def _ahead(seq_len_q: int, seq_len_k: int, offset: ArrayLike | None) -> NDArray[np.int64]:
@@ -134,6 +153,11 @@ class _Rules:
     dropout: float = 0.0
     seed: int | None = None
     first_row: int = 0  # the batch row that the draws of dropout begin with
+
+    def wide(self) -> _Rules:
+        """The same with floats of half precision in float64."""
+        mask, sinks, alibi = (x if x is None else _wide(x)[0] for x in (self.mask, self.sinks, self.alibi))
+        return replace(self, mask=mask, sinks=sinks, alibi=alibi)
 
     def removed(self, seq_len_q: int, seq_len_k: int) -> NDArray[np.bool_]:
         return removed(
@@ -290,7 +314,7 @@ def attention(
     )
     q, k, v = _swap(layout, q, k, v)
     result, lse = _forward(q, k, v, rules)
-    (result,) = _swap(layout, result)
+    result, lse = _like(_swap(layout, result)[0], q.dtype), _lse_like(lse, q.dtype)
     if out is not None:
         out[...] = result
         result = out
@@ -305,7 +329,8 @@ def _weights(q: Array, k: Array, gone: Array, rules: _Rules) -> tuple[Array, Arr
 
 
 def _forward(q: Array, k: Array, v: Array, rules: _Rules) -> tuple[Array, Array]:
-    """Output and lse, in (B, H, L, D) layout."""
+    """Output and lse, in (B, H, L, D) layout; of operands of half precision in float64."""
+    (q, k, v), rules = _wide(q, k, v), rules.wide()
     gone = rules.removed(q.shape[2], k.shape[2])
     with np.errstate(all="ignore"):
         weights, lse = _weights(q, k, gone, rules)
@@ -318,10 +343,11 @@ def attention_weights(q: Array, k: Array, *, layout: str = "BHLD", **rules: Any)
     rules: mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout and seed, as in
     `attention`.
     """
-    q, k = _swap(layout, q, k)
-    given = _Rules(**rules)
+    dtype = q.dtype
+    q, k = _swap(layout, *_wide(q, k))
+    given = _Rules(**rules).wide()
     with np.errstate(all="ignore"):
-        return _weights(q, k, given.removed(q.shape[2], k.shape[2]), given)[0]
+        return _like(_weights(q, k, given.removed(q.shape[2], k.shape[2]), given)[0], dtype)
 
 
 def attention_backward(
@@ -361,13 +387,15 @@ def attention_backward(
     )
     grad_out, q, k, v, out = _swap(layout, grad_out, q, k, v, out)
     grad_q, grad_k, grad_v, *others = _backward(grad_out, q, k, v, out, lse, rules, need_bias_grad)
-    return (*_swap(layout, grad_q, grad_k, grad_v), *others)
+    of = [q, k, v, *(x for x, there in ((sinks, sinks is not None), (mask, need_bias_grad)) if there and x is not None)]
+    return tuple(_like(x, y.dtype) for x, y in zip([*_swap(layout, grad_q, grad_k, grad_v), *others], of))
 
 
 def _backward(
     grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, rules: _Rules, need_bias_grad: bool = False
 ) -> list[Array]:
-    """The gradients of `attention_backward`, in (B, H, L, D) layout."""
+    """The gradients of `attention_backward`, in (B, H, L, D) layout; of operands of half precision in float64."""
+    (grad_out, q, k, v, out), rules = _wide(grad_out, q, k, v, out), rules.wide()
     heads, kv_heads = q.shape[1], k.shape[1]
     gone = rules.removed(q.shape[2], k.shape[2])
     gone_t = gone.swapaxes(-1, -2)
@@ -465,7 +493,7 @@ def attention_packed(
     lse : ndarray (H, total_q), only with `return_lse`
     """
     result = np.empty((*q.shape[:2], v.shape[2]), q.dtype) if out is None else out
-    lse = np.empty((q.shape[1], q.shape[0]), q.dtype)
+    lse = _lse_like(np.empty((q.shape[1], q.shape[0])), q.dtype)
     rules = {
         "is_causal": is_causal, "offset": offset, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi": alibi, "dropout": dropout, "seed": seed,
@@ -473,7 +501,7 @@ def attention_packed(
     for rows, keys, own in _sequences(lengths_q, lengths_k, rules):
         one_q, one_k, one_v = _swap("BLHD", q[None, rows], k[None, keys], v[None, keys])
         of_sequence, lse[:, rows] = (x[0] for x in _forward(one_q, one_k, one_v, own))
-        result[rows] = of_sequence.swapaxes(0, 1)
+        result[rows] = _like(of_sequence.swapaxes(0, 1), q.dtype)
     return (result, lse) if return_lse else result
 
 
@@ -504,7 +532,7 @@ def attention_packed_backward(
     grad_out and out have the shape of `attention_packed`'s output, lse is (H, total_q). Returns grad_q, grad_k, grad_v in the
     shapes of q, k, v and, where there are sinks, grad_sinks (H,): the sum over the sequences.
     """
-    grads = [np.zeros_like(x) for x in ((q, k, v) if sinks is None else (q, k, v, sinks))]
+    grads = [np.zeros_like(x) for x in ((q, k, v) if sinks is None else (q, k, v, *_wide(sinks)))]
     rules = {
         "is_causal": is_causal, "offset": offset, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks,
         "alibi": alibi, "dropout": dropout, "seed": seed,
@@ -514,23 +542,25 @@ def attention_packed_backward(
         one_k, one_v = _swap("BLHD", k[None, keys], v[None, keys])
         of_sequence = _backward(one_g, one_q, one_k, one_v, one_out, lse[None, :, rows], own)
         for grad, where, x in zip(grads, (rows, keys, keys), of_sequence):
-            grad[where] = x[0].swapaxes(0, 1)
+            grad[where] = _like(x[0].swapaxes(0, 1), grad.dtype)
         if sinks is not None:
             grads[3] += of_sequence[3]
-    return tuple(grads)
+    return tuple(grads) if sinks is None else (*grads[:3], _like(grads[3], sinks.dtype))
 
 
 def softmax(x: Array) -> Array:
     """Softmax of the rows (last axis) of x, any leading axes; a row of only -inf becomes a row of zeros."""
     with np.errstate(all="ignore"):
-        return _softmax(x)[0]
+        return _like(_softmax(*_wide(x))[0], x.dtype)
 
 
 def softmax_backward(grad_output: Array, softmax_output: Array) -> Array:
     """``y * (g - sum(g * y))`` over the last axis, for y = softmax_output and g = grad_output, of one shape."""
+    dtype = softmax_output.dtype
+    grad_output, softmax_output = _wide(grad_output, softmax_output)
     with np.errstate(all="ignore"):
         inner = (grad_output * softmax_output).sum(axis=-1, keepdims=True)
-        return softmax_output * (grad_output - inner)
+        return _like(softmax_output * (grad_output - inner), dtype)
 
 
 def _cumulative(x: Array, approximate: str) -> tuple[Array, Array]:
@@ -704,8 +734,10 @@ def multi_head_attention(
     q (B, Lq, d_model), k and v (B, Lk, d_model); weights: W_Q, W_K, W_V, W_O, each (in, out), and optionally b_Q, b_K,
     b_V, b_O. Returns (B, Lq, d_model).
     """
+    dtype, (q, k, v) = q.dtype, _wide(q, k, v)
+    mask, weights = None if mask is None else _wide(mask)[0], {name: _wide(x)[0] for name, x in weights.items()}
     Q, K, V = _project(q, weights, "Q"), _project(k, weights, "K"), _project(v, weights, "V")
-    return _project(multi_head_attention_core(Q, K, V, num_heads, mask)[0], weights, "O")
+    return _like(_project(multi_head_attention_core(Q, K, V, num_heads, mask)[0], weights, "O"), dtype)
 
 
 def mha_forward_backward(
@@ -881,8 +913,9 @@ def error_bounds(
     ----------
     q, k, v, grad_out : ndarray of float64
         Finite, and exactly what the computation in `dtype` is given; shapes as in `attention_backward`.
-    dtype : numpy.float32 or numpy.float64
-        If float64, a reference computed in float64 errs as well: two results differ by twice the bound at most.
+    dtype : numpy.float32, numpy.float64, numpy.float16 or ml_dtypes.bfloat16
+        If float64, a reference computed in float64 errs as well: two results differ by twice the bound at most. If float16 or
+        bfloat16, that of the operands and results of a computation in float32.
     layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
         As in `attention`; sinks finite or -inf, and like alibi exactly what the computation in `dtype` is given.
     need_bias_grad
@@ -936,7 +969,17 @@ def error_bounds(
     **Behind the scores**, each over the pairs that are left: the sums of exponentials, P v, grad_out v, delta (as grad_out·out
     and as sum P dP: an algorithm takes one of them), dS k, dS q and P grad_out, the sums of dS that are grad_sinks and grad_mask,
     and a few single roundings. Where lse normalises P backward, it brings ``u |lse|``; more than P itself it cannot.
+
+    **Half precision** rounds each result but lse once more, to its own u, beyond its largest number to infinity. Backward out is
+    such a result: where delta is grad_out·out it errs by ``sum_c u |grad_out_ic out_ic|``, which the keys of a row share; added
+    as in the worst case, as is what it does to dS: P_ij times as much.
     """
+    if np.dtype(dtype).name in _HALF:
+        return _half_bounds(q, k, v, grad_out, np.dtype(dtype).name, {
+            "layout": layout, "mask": mask, "is_causal": is_causal, "offset": offset, "key_padding_lengths": key_padding_lengths,
+            "key_ranges": key_ranges, "window": window, "scale": scale, "softcap": softcap, "sinks": sinks, "alibi": alibi,
+            "dropout": dropout, "seed": seed,
+        }, need_bias_grad)  # fmt: skip
     q, k, v, grad_out = _swap(layout, q, k, v, grad_out)
     (B, H, Lq, D), (kv_heads, Lk, Dv) = q.shape, v.shape[1:]
     shape_of_mask = mask.shape if need_bias_grad and mask is not None else None
@@ -983,6 +1026,41 @@ def error_bounds(
     grad_v = grad_v[:, :, :Lk] * size_g + tiny * (2 * rows + 2) * most
     further = [x * size_g * size_v + lost * (gone.size / max(x.size, 1) + 2) for x in further]
     return [*_swap(layout, out), lse, *_swap(layout, grad_q, grad_k, grad_v), *further]
+
+
+def _half_bounds(
+    q: Array, k: Array, v: Array, grad_out: Array, name: str, rules: dict[str, Any], need_bias_grad: bool
+) -> list[Array]:
+    """`error_bounds` of results of half precision: of those in float32, with the rounding of the results on top of them."""
+    u, least, largest = _HALF[name]
+    bounds = error_bounds(q, k, v, grad_out, np.float32, **rules, need_bias_grad=need_bias_grad)
+    out, lse = attention(q, k, v, return_lse=True, **rules)
+    exact = [out, lse, *attention_backward(grad_out, q, k, v, out, lse, **rules, need_bias_grad=need_bias_grad)]
+    layout = rules["layout"]
+    given = _Rules(**{rule: x for rule, x in rules.items() if rule != "layout"})
+    q, k, v, grad_out, out = _swap(layout, q, k, v, grad_out, out)
+    gone = given.removed(q.shape[2], k.shape[2])
+    shift = (np.abs(grad_out) * np.maximum(u * np.abs(out), least)).sum(axis=-1, keepdims=True)  # what delta errs by
+    with np.errstate(all="ignore"):
+        scores, slope, factor = given.scores(q, _per_query_head(k, q.shape[1]), gone)
+        weights, _, of_sinks = _softmax(scores, given.sinks)
+        of_capped = np.broadcast_to(weights * shift, scores.shape)
+        of_scores = abs(factor) * of_capped * (1 if slope is None else slope)
+        more = [
+            np.abs(weights * (1 if slope is None else slope) @ _per_query_head(k, q.shape[1])) * abs(factor) * shift,
+            _sum_groups(of_scores.swapaxes(-1, -2) @ np.abs(q), k.shape[1]),
+        ]
+        more = [np.zeros(()), np.zeros(()), *_swap(layout, *more), np.zeros(())]
+        if given.sinks is not None:
+            more.append((of_sinks * shift[..., 0]).sum(axis=(0, 2)))
+        if need_bias_grad and given.mask is not None:
+            more.append(_sum_to_shape(of_capped, given.mask.shape))
+        bounds = [x + y for x, y in zip(bounds, more)]
+        for i, x in enumerate(exact):
+            if i != 1:
+                most = np.abs(x) + bounds[i]
+                bounds[i] = np.where(most < largest, bounds[i] + np.maximum(u * most, least), np.inf)
+    return bounds
 
 
 @dataclass(frozen=True)

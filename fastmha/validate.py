@@ -25,6 +25,7 @@ from fastmha._core import Problem
 
 LAYOUTS = ("BHLD", "BLHD")
 FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
+_HALF_TYPES = ("float16", "bfloat16")    # names: NumPy has no dtype of the second's
 BLAS_INT_MAX = 2**31 - 1        # BLAS integers are C ints in every SciPy wheel
 LARGEST = BLAS_INT_MAX - 64     # length or width: rows of scores are padded to whole vectors
 UNBOUNDED = 2**62               # as FMHA_UNBOUNDED: from here on a side of a window removes nothing at any offset
@@ -202,14 +203,15 @@ def not_masked(name: str, x: Any) -> None:
         raise TypeError(f"{name} is a masked array, whose mask would be lost: pass {name}.filled(...)")
 
 
-def floats(name: str, x: Any, ndim: int | None = None, axes: str = "") -> np.ndarray:
-    """x as an array of float32 or float64 (no cast), with `ndim` axes."""
+def floats(name: str, x: Any, ndim: int | None = None, axes: str = "", half: bool = False) -> np.ndarray:
+    """x as an array of float32 or float64, with `half` also of float16 or bfloat16 (no cast), with `ndim` axes."""
     given = x
     if type(x) is not np.ndarray:
         x = as_array(name, x)
-    if x.dtype not in FLOAT_TYPES:
-        came = "None" if given is None else cut(x.dtype)
-        raise TypeError(f"{name} must be float32 or float64 (native byte order), got {came}{_how_to_cast(name, x, given)}")
+    if x.dtype not in FLOAT_TYPES and not (half and is_half(x.dtype)):
+        types, came = "float32, float64, float16 or bfloat16" if half else "float32 or float64", cut(x.dtype)
+        came = "None" if given is None else came
+        raise TypeError(f"{name} must be {types} (native byte order), got {came}{_how_to_cast(name, x, given)}")
     if ndim is not None and x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes {axes}, got shape {x.shape}")
     return x
@@ -223,6 +225,27 @@ def _how_to_cast(name: str, x: np.ndarray, given: Any) -> str:
     stored = f"; a KVCache may store {x.dtype}" if x.dtype.name in ("float16", "bfloat16") else ""
     call = f"{name}.astype(np.float32)" if given is x else f"np.asarray({name}, np.float32)"
     return f": cast it to float32, {call}{stored}"
+
+
+def is_half(dtype: np.dtype) -> bool:
+    """Whether it is float16 or bfloat16."""
+    return dtype.name in _HALF_TYPES and dtype.isnative
+
+
+def computed(dtype: np.dtype) -> np.dtype:
+    """The dtype in which operands of a dtype are computed, and that of their lse."""
+    return dtype if dtype in FLOAT_TYPES else FLOAT_TYPES[0]
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """x as the core takes it: of bfloat16, which the buffer protocol has no letter for, a view as uint16."""
+    return x.view(np.uint16) if x.dtype.kind == "V" else x
+
+
+def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """x in a dtype, itself where it has it: converted exactly, or rounded to nearest; too large for float16 it is infinite."""
+    with np.errstate(all="ignore"):
+        return x.astype(dtype, copy=False)
 
 
 def reals(name: str, x: Any) -> np.ndarray:
@@ -299,8 +322,8 @@ def collapsed(x: np.ndarray) -> np.ndarray:
     return x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides[:2])]
 
 
-def heads(name: str, x: Any, layout: str) -> np.ndarray:
-    return floats(name, x, 4, _AXES[layout])
+def heads(name: str, x: Any, layout: str, half: bool = False) -> np.ndarray:
+    return floats(name, x, 4, _AXES[layout], half)
 
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
@@ -308,10 +331,13 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed = rules
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
-    q, k, v = heads("q", q, layout), heads("k", k, layout), heads("v", v, layout)
-    if not q.dtype == k.dtype == v.dtype:
-        same_dtype("k", k, "q", q.dtype)
-        same_dtype("v", v, "q", q.dtype)
+    q, k, v = heads("q", q, layout, True), heads("k", k, layout, True), heads("v", v, layout, True)
+    element, stored = q.dtype, k.dtype
+    if not element == stored == v.dtype:
+        mixed_dtypes(element, k, v)
+    if element not in FLOAT_TYPES or stored not in FLOAT_TYPES:
+        q, k, v = bits(q), bits(k), bits(v)
+    dtype = computed(element)
     head_axis, length_axis = _HEAD_AXIS[layout], _LENGTH_AXIS[layout]
     if layout == "BLHD":
         q, k, v = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -341,7 +367,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         (q, copied), (k, copied_k), (v, copied_v) = usable(q), usable(k), usable(v)
     bool_mask = additive_mask = None
     if mask is not None:
-        mask = _mask(mask, q.dtype, (B, H, Lq, Lk))
+        mask = bits(_mask(mask, element, (B, H, Lq, Lk)))
         if mask.dtype == np.bool_:
             bool_mask = mask
             # masks that are meant the other way remove key 0 from query 0, those for here seldom do
@@ -356,9 +382,9 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     left, right = band(is_causal, window)
     places = draws = None
     if sinks is not None:
-        sinks = _of_heads("sinks", sinks, H, q.dtype)
+        sinks = _of_heads("sinks", sinks, H, element)
     if alibi is not None:
-        alibi = _of_heads("alibi", alibi, H, q.dtype)
+        alibi = _of_heads("alibi", alibi, H, element)
     if type(dropout) is not float or dropout != 0 or seed is not None:
         draws = drawing(dropout, seed)
     if right is None and window is None and alibi is None:
@@ -371,19 +397,28 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
     if key_ranges is not None:
         starts, lengths = _within(lengths, *ranges(key_ranges, B, Lk, "Lk"))
-    factor, cap = scaling(scale, softcap, D, q.dtype)
+    factor, cap = scaling(scale, softcap, D, dtype)
     problem = Problem(q, k, v, bool_mask, additive_mask, places, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
+    problem.element, problem.stored = element, stored
     return problem
 
 
+def mixed_dtypes(of_q: np.dtype, k: np.ndarray, v: np.ndarray) -> None:
+    """Whether k and v may have other dtypes than q: both one of half precision where q is float32 or float64."""
+    if not (is_half(k.dtype) and of_q in FLOAT_TYPES):
+        same_dtype("k", k, "q", of_q)
+    same_dtype("v", v, "k" if k.dtype != of_q else "q", k.dtype)
+
+
 def _of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
-    """values as a contiguous (H,) array of `dtype`."""
-    values = floats(name, values)
-    same_dtype(name, values, "q", dtype)
+    """values, of q's dtype or that of the computation, as a contiguous (H,) array of the latter."""
+    values = floats(name, values, half=True)
+    if values.dtype != computed(dtype):
+        same_dtype(name, values, "q", dtype)
     if values.shape != (H,):
         raise ValueError(f"{name} must have shape (H,) = ({H},), one for each query head, got {values.shape}")
-    return np.require(values, None, ("C", "A"))
+    return np.require(cast(values, computed(dtype)), None, ("C", "A"))
 
 
 def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int] | None:
@@ -431,11 +466,11 @@ def _number(name: str, expected: str, value: Any, above: float) -> float:
 
 
 def _mask(mask: Any, dtype: np.dtype, shape: tuple[int, int, int, int]) -> np.ndarray:
-    """mask with 4 axes, bool or of `dtype`, each axis of length 1 or the full one."""
+    """mask with 4 axes, bool, of `dtype` or of that of the computation, each axis of length 1 or the full one."""
     mask = as_array("mask", mask)
-    if mask.dtype != np.bool_ and mask.dtype != dtype:
-        came = cut(mask.dtype)
-        raise TypeError(f"mask must be bool (True = may not attend) or {dtype} like q (added to the scores), got {came}")
+    if mask.dtype != np.bool_ and mask.dtype != dtype and mask.dtype != computed(dtype):
+        types, came = dtype if dtype in FLOAT_TYPES else f"float32 or {dtype}", cut(mask.dtype)
+        raise TypeError(f"mask must be bool (True = may not attend) or {types} like q (added to the scores), got {came}")
     if mask.ndim not in (2, 4):
         raise ValueError(
             f"mask must have 2 axes (Lq, Lk) or 4 that broadcast to (B, H, Lq, Lk), got shape {mask.shape}: index a padding "
@@ -649,12 +684,22 @@ def _overlap(a: np.ndarray, b: np.ndarray) -> bool:
 
 def like(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str | None, of: str = "q") -> np.ndarray:
     """An array that must have the given shape and the dtype of `of`, such as grad_out, out and lse of the backward pass."""
-    x = floats(name, x)
+    x = floats(name, x, half=is_half(dtype))
     same_dtype(name, x, of, dtype)
     if x.shape != shape:
         of_layout = "" if layout is None else f' for layout "{layout}"'
         raise ValueError(f"{name} must have shape {shape}{of_layout}, got {x.shape}")
     return x
+
+
+def lse_like(name: str, lse: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str | None, of: str = "q") -> np.ndarray:
+    """The same for an lse of results of `dtype`: float32 where they are of half precision."""
+    if not is_half(dtype):
+        return like(name, lse, shape, dtype, layout, of)
+    lse = floats(name, lse)
+    if lse.dtype != computed(dtype):
+        raise TypeError(f"{name} has dtype {lse.dtype} but {of} has {dtype}: their lse is {computed(dtype)}")
+    return like(name, lse, shape, computed(dtype), layout, of)
 
 
 def real_array(name: str, x: Any, dtype: np.dtype, ndim: int, axes: str) -> np.ndarray:

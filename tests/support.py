@@ -26,9 +26,17 @@ ISAS = _core.runnable_isas()
 VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64}
 NAMED = [name for name in ALGORITHMS if name not in ("auto", "decode")]     # forward and backward, every call
 DTYPES = (np.float32, np.float64)
+try:
+    from ml_dtypes import bfloat16
+except ImportError:
+    HALVES = (np.float16,)
+else:
+    HALVES = (np.float16, bfloat16)
 LAYOUTS = ("BHLD", "BLHD")
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
+all_dtypes = pytest.mark.parametrize("dtype", (*DTYPES, *HALVES), ids=lambda dtype: dtype.__name__)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 algorithms = pytest.mark.parametrize("algorithm", NAMED)
 
@@ -188,7 +196,7 @@ def draw(rng, B=2, H=2, Hkv=None, Lq=5, Lk=None, D=4, Dv=None, dtype=np.float64,
 
 def bits(x):
     """The bits of x, to compare NaN with NaN and to tell 0 from -0."""
-    return np.ascontiguousarray(x).view(np.uint32 if x.dtype == np.float32 else np.uint64)
+    return np.ascontiguousarray(x).view(f"u{x.itemsize}")
 
 
 def same_bits(a, b):
@@ -328,18 +336,26 @@ def check(q, k, v, g, **keywords):
     results = run(fastmha, q, k, v, g, **keywords)
     for x, kept in zip(inputs, before, strict=True):
         assert same_bits(x, kept)
+    names = results_of(keywords)
+    assert len(results) == len(names)
+    assert_dtypes(results, names, q, k, keywords)
     for x in results:
-        assert x.dtype == q.dtype
         assert x.flags.c_contiguous
         assert x.flags.writeable
     for x, y in itertools.product(results, [*inputs, *results]):
         assert x is y or not np.may_share_memory(x, y)
-    names = results_of(keywords)
-    assert len(results) == len(names)
     shapes = {"grad_sinks": np.shape(keywords.get("sinks")), "grad_mask": np.shape(keywords.get("mask"))}
     assert [x.shape for x in results[2:]] == [q.shape, k.shape, v.shape, *(shapes[name] for name in names[5:])]
     assert_close(results, *oracle(q, k, v, g, q.dtype, **keywords), names)
     return results
+
+
+def assert_dtypes(results, names, q, k, keywords):
+    """Those of the operands that they belong to; lse is what is computed in."""
+    given = {"grad_sinks": keywords.get("sinks"), "grad_mask": keywords.get("mask"), "grad_k": k, "grad_v": k}
+    for name, x in zip(names, results, strict=True):
+        computed = np.float32 if q.dtype in HALVES else q.dtype
+        assert x.dtype == (computed if name == "lse" else given.get(name, q).dtype), name
 
 
 def difference(loss, x, at, step=1e-5):

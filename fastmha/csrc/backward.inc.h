@@ -25,9 +25,9 @@ enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is 
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; what is kept of all blocks
- * of a head where it is one item, else of one block. */
+ * of a head where it is one item, else of one block; of other element types keys and values, and rows of q and grad_out, converted. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
 
@@ -45,6 +45,9 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, int mode, REA
     m->copy_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
     m->copy_q = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * width);
     m->copy_grad_out = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * value_width);
+    m->keys = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * width);
+    m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * value_width);
+    m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
     m->packed.grad_q = FMHA_NAME(take)(memory, &used, rows * width);
     m->packed.q = FMHA_NAME(take)(memory, &used, rows * p->D);
     m->packed.grad_out = FMHA_NAME(take)(memory, &used, rows * p->Dv);
@@ -79,11 +82,39 @@ typedef struct {
     REAL far_above;             /* lse beyond it is far */
     int few;                    /* the rows are so few that "decode" may have made their lse */
     int q_finite, k_finite, grad_out_finite;
+    ptrdiff_t b, hkv, j0, j1;   /* the keys and values that lie converted in the scratch, none at first */
 } FMHA_NAME(backward);
 
-static inline const REAL *FMHA_NAME(row_of)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
+/* Row r of a block of q, out or grad_out. */
+static inline const char *FMHA_NAME(row_of)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
 {
-    return (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2];
+    return FMHA_NAME(row_in)(p->element, x, block->b, block->head[r], block->query[r]);
+}
+
+/* n keys and values of the block's head from key j on: where they lie, or converted, which serves until others are asked for. */
+typedef struct {
+    const REAL *k, *v;
+    ptrdiff_t ldk, ldv;
+} FMHA_NAME(tile);
+
+static FMHA_NAME(tile) FMHA_NAME(tile_of)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
+{
+    const fmha_problem *p = &w->run->p;
+    FMHA_NAME(tile) tile;
+    if (p->stored != FMHA_SAME && block->b == w->b && block->hkv == w->hkv && j >= w->j0 && j + n <= w->j1) {
+        tile.ldk = ROUND_UP(p->D, LANES);
+        tile.ldv = ROUND_UP(p->Dv, LANES);
+        tile.k = w->m.keys + (j - w->j0) * tile.ldk;
+        tile.v = w->m.values + (j - w->j0) * tile.ldv;
+        return tile;
+    }
+    w->b = block->b;
+    w->hkv = block->hkv;
+    w->j0 = j;
+    w->j1 = j + n;
+    tile.k = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, w->m.keys, &tile.ldk);
+    tile.v = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, w->m.values, &tile.ldv);
+    return tile;
 }
 
 static inline ptrdiff_t FMHA_NAME(row_at)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r)
@@ -93,30 +124,28 @@ static inline ptrdiff_t FMHA_NAME(row_at)(const fmha_run *run, const FMHA_NAME(r
 
 /* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; returns whether a band leaves some
  * vector less than the whole tile, or -1 if masks remove all of it. */
-static int FMHA_NAME(backward_scores)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
+static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
                                       ptrdiff_t n, int *masked)
 {
     const fmha_problem *p = &w->run->p;
-    ptrdiff_t ldk = p->k.stride[2], ldv = p->v.stride[2];
-    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
-    const REAL *v = (const REAL *)p->v.data + block->b * p->v.stride[0] + block->hkv * p->v.stride[1] + j * ldv;
     REAL *slope = p->softcap != 0 ? w->m.slopes : NULL;
     int touched = FMHA_NAME(touched)(p, block, j, n);
     *masked = touched || FMHA_NAME(rescored)(p);
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
+    FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
     /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-    FMHA_NAME(tile_scores)(p, block, banded, n, k, ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
+    FMHA_NAME(tile_scores)(p, block, banded, n, tile.k, tile.ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
                            w->m.scores);
     /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
-    FMHA_NAME(product_scores)(block, banded, n, p->Dv, v, ldv, packed->grad_out, w->m.grad_scores);
+    FMHA_NAME(product_scores)(block, banded, n, p->Dv, tile.v, tile.ldv, packed->grad_out, w->m.grad_scores);
     if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, w->m.grad_scores, w->m.kept);
     if (*masked) FMHA_NAME(mask_tile)(p, block, j, w->m.scores, slope);
     return banded;
 }
 
 /* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these. */
-static void FMHA_NAME(own_sums)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
+static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
 {
     const fmha_run *run = w->run;
     ptrdiff_t queries = block->queries;
@@ -156,19 +185,29 @@ static void FMHA_NAME(own_sums)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     }
 }
 
+/* sum(x * y) of n elements of a type. */
+static inline __attribute__((always_inline)) REAL FMHA_NAME(row_product)(const int type, ptrdiff_t n, const char *x, const char *y)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    VEC sum = v_splat(0);
+    for (ptrdiff_t d = 0; d < n; d += LANES)
+        sum = sum + FMHA_NAME(stored_load_n)(type, x + d * size, n - d) * FMHA_NAME(stored_load_n)(type, y + d * size, n - d);
+    return FMHA_NAME(sum)(sum);
+}
+
 static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
 {
     return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0;
 }
 
 /* The packed operands and the state of each row; known: from a pass over blocks before. */
-static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known)
+static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
     char own[BLOCK_ROWS] = {0};
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
-    FMHA_NAME(pack_transposed)(block, &run->grad_out, p->Dv, to->grad_out);
+    FMHA_NAME(pack_transposed)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
         to->inverse[r] = 1;
@@ -190,10 +229,10 @@ static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(row
             kind |= FMHA_NAME(far_block);
             any |= own[r] = (char)(w->few || lse > HUGE_LSE || lse < -HUGE_LSE);
         }
-        const REAL *g = FMHA_NAME(row_of)(&run->grad_out, block, r), *o = FMHA_NAME(row_of)(&run->out, block, r);
-        VEC sum = v_splat(0);
-        for (ptrdiff_t d = 0; d < p->Dv; d += LANES) sum = sum + v_load_n(g + d, p->Dv - d, 0) * v_load_n(o + d, p->Dv - d, 0);
-        to->delta[r] = FMHA_NAME(sum)(sum);
+        const char *g = FMHA_NAME(row_of)(p, &run->grad_out, block, r), *o = FMHA_NAME(row_of)(p, &run->out, block, r);
+        to->delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g, o)
+                       : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
+                       : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
     }
     *to->kind = (REAL)kind;
     if (any) FMHA_NAME(own_sums)(w, block, to, own);
@@ -201,7 +240,7 @@ static void FMHA_NAME(prepare_block)(const FMHA_NAME(backward) *w, FMHA_NAME(row
 
 /* After a far block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
  * whether there were some: the work must be done again. */
-static int FMHA_NAME(mended)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed)
+static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed)
 {
     const fmha_run *run = w->run;
     char own[BLOCK_ROWS] = {0};
@@ -223,16 +262,17 @@ static int FMHA_NAME(mended)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *bloc
 }
 
 /* The block's rows of x (q or grad_out) as rows of whole vectors: where they lie if they are one head's, or copied. */
-static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width, int finite, REAL *copy,
-                                           ptrdiff_t *ld)
+static const REAL *FMHA_NAME(block_matrix)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width,
+                                           int finite, REAL *copy, ptrdiff_t *ld)
 {
     ptrdiff_t whole = ROUND_UP(width, LANES);
-    if (finite && whole == width && block->head[0] == block->head[block->rows - 1]) {
+    if (finite && whole == width && p->element == FMHA_SAME && block->head[0] == block->head[block->rows - 1]) {
         *ld = x->stride[2];
-        return FMHA_NAME(row_of)(x, block, 0);
+        return (const REAL *)FMHA_NAME(row_of)(p, x, block, 0);
     }
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        const REAL *row = FMHA_NAME(real_row)(p->element, FMHA_NAME(row_of)(p, x, block, r), width, copy + r * whole);
+        if (finite && p->element != FMHA_SAME) continue;        /* converted, with the zeros beyond */
         for (ptrdiff_t d = 0; d < width; d++) copy[r * whole + d] = finite || row[d] - row[d] == 0 ? row[d] : 0;
         for (ptrdiff_t d = width; d < whole; d++) copy[r * whole + d] = 0;
     }
@@ -240,14 +280,14 @@ static const REAL *FMHA_NAME(block_matrix)(const fmha_array *x, const FMHA_NAME(
     return copy;
 }
 
-/* c[k, :] += a[k, r] * x_r for the non-finite rows x_r of the block, allowed pairs only. */
+/* c[k, :] += a[k, r] * x_r for the non-finite rows x_r of the block, allowed pairs only; converted: scratch for the rows. */
 static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *a,
-                                      const fmha_array *x, ptrdiff_t width, REAL *c, ptrdiff_t ldc)
+                                      const fmha_array *x, ptrdiff_t width, REAL *converted, REAL *c, ptrdiff_t ldc)
 {
     unsigned char done[TILE_KEYS] = {0}, met[TILE_KEYS] = {0};      /* as in tile_nonfinite */
     const REAL *like = NULL;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        const REAL *row = FMHA_NAME(row_of)(x, block, r);
+        const REAL *row = FMHA_NAME(real_row)(p->element, FMHA_NAME(row_of)(p, x, block, r), width, converted + r * ROUND_UP(width, LANES));
         if (FMHA_NAME(all_finite)(1, width, row, width)) continue;
         int ask = FMHA_NAME(has_nan)(width, row);
         if (!like || !FMHA_NAME(same_nonfinite)(width, row, like)) {
@@ -342,13 +382,12 @@ static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NA
 
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
  * latter two without the factor scale; NULL where not wanted. */
-static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                       ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
-    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld, ldk = p->k.stride[2];
-    const REAL *k = (const REAL *)p->k.data + block->b * p->k.stride[0] + block->hkv * p->k.stride[1] + j * ldk;
+    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
     REAL *s = w->m.scores, *g = w->m.grad_scores;
     int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
     if (banded < 0) return;
@@ -358,19 +397,20 @@ static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(ro
             v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
     if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
         int finite = w->grad_out_finite || !touched;
-        const REAL *rows = FMHA_NAME(block_matrix)(&run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
+        const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
         FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, grad_v);
-        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, grad_v, value_width);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
     }
     if (grad_k) {       /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
         int finite = w->q_finite || !touched;
-        const REAL *rows = FMHA_NAME(block_matrix)(&p->q, block, p->D, finite, w->m.copy_q, &ld);
+        const REAL *rows = FMHA_NAME(block_matrix)(p, &p->q, block, p->D, finite, w->m.copy_q, &ld);
         FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
-        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, grad_k, width);
+        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     }
     if (grad_q) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
         int finite = w->k_finite || !touched;
-        const REAL *rows = FMHA_NAME(whole_rows)(k, ldk, n, p->D, finite, w->m.copy_k, &ld);
+        FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
+        const REAL *rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
         if (!banded) FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
         for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
             ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
@@ -378,24 +418,33 @@ static void FMHA_NAME(tile_gradients)(const FMHA_NAME(backward) *w, FMHA_NAME(ro
             if (many) FMHA_NAME(product_columns_add)(own, width, many, g + low * queries + q, queries, rows + low * ld, ld,
                                                      grad_q + q * width, width);
         }
-        if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, k, ldk, p->D, grad_q, width);
+        if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
     }
 }
 
-/* grad rows <- factor * sums. */
-static void FMHA_NAME(write_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
+/* to <- factor * from. */
+static void FMHA_NAME(multiply_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
                                   ptrdiff_t stride)
 {
     for (ptrdiff_t i = 0; i < rows; i++)
         for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = factor * from[i * ld + d];
 }
 
-/* The same with the scale, which may be too small for a REAL. */
-static void FMHA_NAME(write_scaled)(const fmha_problem *p, ptrdiff_t rows, const REAL *from, ptrdiff_t ld, REAL *to, ptrdiff_t stride)
+/* grad rows of an element type <- factor * rest * sums, which may be written over. */
+static void FMHA_NAME(write_rows)(int type, ptrdiff_t rows, ptrdiff_t width, REAL factor, REAL rest, REAL *from, ptrdiff_t ld, char *to_,
+                                  ptrdiff_t stride)
 {
-    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    FMHA_NAME(write_rows)(rows, p->D, factor, from, ld, to, stride);
-    if (rest != 1) FMHA_NAME(write_rows)(rows, p->D, rest, to, stride, to, stride);
+    REAL *to = type == FMHA_SAME ? (REAL *)to_ : from;
+    ptrdiff_t ldt = type == FMHA_SAME ? stride : ld;
+    FMHA_NAME(multiply_rows)(rows, width, factor, from, ld, to, ldt);
+    if (rest != 1) FMHA_NAME(multiply_rows)(rows, width, rest, to, ldt, to, ldt);
+    if (type != FMHA_SAME) FMHA_NAME(store_rows)(type, rows, width, from, ld, to_, stride);
+}
+
+/* Whether rows of an element type are finite throughout. */
+static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t stride)
+{
+    return type == FMHA_SAME ? FMHA_NAME(all_finite)(rows, cols, x, stride) : FMHA_NAME(finite_halves)(type, rows, cols, x, stride);
 }
 
 /* Whether masks, causality, window and lengths leave query i of head h nothing. Slow: key after key. */
@@ -419,18 +468,19 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
     FMHA_NAME(backward) w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS};
     FMHA_NAME(backward_layout)(p, mode, FMHA_NAME(scratch_of)(run, worker), &w.m);
     const FMHA_NAME(packed) *packed = &w.m.packed;
-    const REAL *keys = (const REAL *)p->k.data + b * p->k.stride[0] + hkv * p->k.stride[1];
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);     /* of grad_q and grad_k, whose scale may be too small for a REAL */
     ptrdiff_t valid0, valid1;
+    FMHA_NAME(begin_item)(p);
     fmha_valid_keys(p, b, &valid0, &valid1);
     /* else no pair is removed */
     int guarded = p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
     w.q_finite = w.grad_out_finite = 1;
-    w.k_finite = !guarded || FMHA_NAME(all_finite)(valid1 - valid0, p->D, keys + valid0 * p->k.stride[2], p->k.stride[2]);
+    w.k_finite = !guarded || FMHA_NAME(finite_rows)(p->stored, valid1 - valid0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, valid0),
+                                                    p->k.stride[2]);
     for (ptrdiff_t h = hkv * group; guarded && h < (hkv + 1) * group; h++) {
-        const REAL *q = (const REAL *)p->q.data + b * p->q.stride[0] + h * p->q.stride[1];
-        const REAL *g = (const REAL *)run->grad_out.data + b * run->grad_out.stride[0] + h * run->grad_out.stride[1];
-        w.q_finite &= FMHA_NAME(all_finite)(p->Lq, p->D, q, p->q.stride[2]);
-        w.grad_out_finite &= FMHA_NAME(all_finite)(p->Lq, p->Dv, g, run->grad_out.stride[2]);
+        const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
+        w.q_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->D, q, p->q.stride[2]);
+        w.grad_out_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->Dv, g, run->grad_out.stride[2]);
     }
     FMHA_NAME(rows) block;
 #define BLOCK(i0) \
@@ -457,11 +507,9 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
                                           mode == FMHA_KEYS ? NULL : own.grad_q);
             }
             if (mode != FMHA_QUERIES) {
-                const fmha_array *gk = &run->grad_k, *gv = &run->grad_v;
-                REAL *to_k = (REAL *)gk->data + b * gk->stride[0] + hkv * gk->stride[1] + j * gk->stride[2];
-                REAL *to_v = (REAL *)gv->data + b * gv->stride[0] + hkv * gv->stride[1] + j * gv->stride[2];
-                FMHA_NAME(write_scaled)(p, n, w.m.grad_k, width, to_k, gk->stride[2]);
-                FMHA_NAME(write_rows)(n, p->Dv, 1, w.m.grad_v, value_width, to_v, gv->stride[2]);
+                char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, b, hkv, j), *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, b, hkv, j);
+                FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, w.m.grad_k, width, to_k, run->grad_k.stride[2]);
+                FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, w.m.grad_v, value_width, to_v, run->grad_v.stride[2]);
             }
         }
         done = 1;
@@ -475,8 +523,8 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
 #undef BLOCK
     for (ptrdiff_t row = item.i0; row < last_row; row++) {
         ptrdiff_t h = hkv * group + row / p->Lq, i = row % p->Lq, at = row - item.i0;
-        REAL *to = (REAL *)run->grad_q.data + b * run->grad_q.stride[0] + h * run->grad_q.stride[1] + i * run->grad_q.stride[2];
-        FMHA_NAME(write_scaled)(p, 1, packed->grad_q + at * width, width, to, 0);
+        FMHA_NAME(write_rows)(p->element, 1, p->D, factor, rest, packed->grad_q + at * width, width,
+                              FMHA_NAME(row_in)(p->element, &run->grad_q, b, h, i), 0);
         if (!run->row_states || item.cols == 0) continue;
         REAL *state = (REAL *)run->row_states + ((b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
         state[FMHA_ROW_SHIFT] = packed->shift[at];
@@ -533,6 +581,7 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     double *sums;
     FMHA_NAME(mask_gradient_layout)(p, FMHA_NAME(scratch_of)(run, worker), &w.m, &sums);
+    FMHA_NAME(begin_item)(p);
     memset(sums, 0, TILE_KEYS * BLOCK_ROWS * sizeof(double));
     for (ptrdiff_t b = b0; b < b1; b++)
         for (ptrdiff_t h = h0; h < h1; h++)
@@ -551,7 +600,9 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
                     FMHA_NAME(add_to_mask)(&block, w.m.grad_scores, sums + (key_step ? j - j0 : 0) * key_step, key_step, row_step);
                 }
             }
-    REAL *to = (REAL *)run->grad_mask.data + item.b * stride[0] + item.h * stride[1] + item.i0 * stride[2] + item.j0 * stride[3];
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
+    char *to = run->grad_mask.data + (item.b * stride[0] + item.h * stride[1] + item.i0 * stride[2] + item.j0 * stride[3]) * size;
     for (ptrdiff_t i = 0; i < item.rows; i++)
-        for (ptrdiff_t k = 0; k < item.cols; k++) to[i * stride[2] + k * stride[3]] = (REAL)sums[k * BLOCK_ROWS + i];
+        for (ptrdiff_t k = 0; k < item.cols; k++)
+            FMHA_NAME(store_value)(p->mask_element, sums[k * BLOCK_ROWS + i], to + (i * stride[2] + k * stride[3]) * size);
 }

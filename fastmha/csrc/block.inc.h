@@ -128,24 +128,24 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
 
 /* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Where sized, returns a number below HUGE_POWER if all
  * that was packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
-static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const int sized, const FMHA_NAME(rows) *block, const fmha_array *x,
+static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const int sized, const int type,
+                                                                        const FMHA_NAME(rows) *block, const fmha_array *x,
                                                                         ptrdiff_t width, REAL factor, REAL *packed)
 {
-    ptrdiff_t queries = block->queries;
+    ptrdiff_t queries = block->queries, size = FMHA_NAME(stored_size)(type);
     VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
-        const REAL *row[LANES];
+        const char *row[LANES];
         ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, d = 0;
         for (ptrdiff_t l = 0; l < LANES; l++) {
             ptrdiff_t r = q + (l < rows ? l : 0);
-            row[l] = (const REAL *)x->data + block->b * x->stride[0] + block->head[r] * x->stride[1]
-                     + block->query[r] * x->stride[2];
+            row[l] = FMHA_NAME(row_in)(type, x, block->b, block->head[r], block->query[r]);
         }
 #if HAVE_TRANSPOSE
         for (; d + LANES <= width; d += LANES) {
             VEC part[LANES];
 #pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(row[l] + d) * factor : v_splat(0);
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? FMHA_NAME(stored_load)(type, row[l] + d * size) * factor : v_splat(0);
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
             FMHA_NAME(transpose)(part);
@@ -154,7 +154,8 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
         }
 #endif
         for (ptrdiff_t left = d; left < width; left++)
-            for (ptrdiff_t l = 0; l < LANES; l++) packed[left * queries + q + l] = l < rows ? factor * row[l][left] : 0;
+            for (ptrdiff_t l = 0; l < LANES; l++)
+                packed[left * queries + q + l] = l < rows ? factor * FMHA_NAME(stored_value)(type, row[l] + left * size) : 0;
         for (ptrdiff_t left = d; sized && left < width; left++) {
             VEC part = v_load(packed + left * queries + q);
             squares[left % 4] = squares[left % 4] + part * part;
@@ -163,9 +164,15 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
     return sized ? FMHA_NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3])) : 0;
 }
 
-static void FMHA_NAME(pack_transposed)(const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
+/* The same for the element type of q, which no float64 has but its own. */
+#define TRANSPOSED(sized, x, width, factor) \
+    (FMHA_REAL == 64 || p->element == FMHA_SAME ? FMHA_NAME(transposed)(sized, FMHA_SAME, block, x, width, factor, packed) \
+     : p->element == FMHA_HALF ? FMHA_NAME(transposed)(sized, FMHA_HALF, block, x, width, factor, packed) \
+     : FMHA_NAME(transposed)(sized, FMHA_BFLOAT, block, x, width, factor, packed))
+
+static void FMHA_NAME(pack_transposed)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
 {
-    FMHA_NAME(transposed)(0, block, x, width, 1, packed);
+    TRANSPOSED(0, x, width, 1);
 }
 
 static inline REAL FMHA_NAME(folded_scale)(const fmha_problem *p, REAL *rest)
@@ -177,11 +184,13 @@ static inline REAL FMHA_NAME(folded_scale)(const fmha_problem *p, REAL *rest)
 
 /* The power of 2 that is taken out of a row of queries which, times factor, would be so large that it, or products with it, might
  * overflow where the scores do not; else 1. */
-static REAL FMHA_NAME(row_lift)(ptrdiff_t D, const REAL *q, REAL factor)
+static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL factor)
 {
     double size = 0;
-    for (ptrdiff_t d = 0; d < D; d++)
-        if (q[d] - q[d] == 0) size = fmax(size, fabs((double)q[d]));
+    for (ptrdiff_t d = 0; d < D; d++) {
+        REAL value = FMHA_NAME(stored_value)(type, q + d * FMHA_NAME(stored_size)(type));
+        if (value - value == 0) size = fmax(size, fabs((double)value));
+    }
     int of_q, exponent;
     frexp(size, &of_q);
     frexp((double)factor, &exponent);
@@ -195,17 +204,18 @@ static REAL FMHA_NAME(row_lift)(ptrdiff_t D, const REAL *q, REAL factor)
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    int some = !(FMHA_NAME(transposed)(1, block, &p->q, p->D, factor, packed) < HUGE_POWER);
+    int some = !(TRANSPOSED(1, &p->q, p->D, factor) < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         lift[r] = rest;
         if (!some || r >= block->rows) continue;
-        const REAL *q = (const REAL *)p->q.data + block->b * p->q.stride[0] + block->head[r] * p->q.stride[1]
-                        + block->query[r] * p->q.stride[2];
-        REAL own = FMHA_NAME(row_lift)(p->D, q, factor);
+        const char *q = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
+        REAL own = FMHA_NAME(row_lift)(p->element, p->D, q, factor);
         if (own == 1) continue;
         lift[r] *= own;
-        for (ptrdiff_t d = 0; d < p->D; d++) packed[d * block->queries + r] = (REAL)((double)factor / own) * q[d];
+        for (ptrdiff_t d = 0; d < p->D; d++)
+            packed[d * block->queries + r] = (REAL)((double)factor / own)
+                                             * FMHA_NAME(stored_value)(p->element, q + d * FMHA_NAME(stored_size)(p->element));
     }
     return 1;
 }
@@ -247,15 +257,16 @@ static inline const char *FMHA_NAME(mask_row_at)(const fmha_array *mask, const F
 /* Whether a mask removes all of the tile: read up to the first pair that it leaves. */
 static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
     for (int boolean = 0; boolean < 2; boolean++) {
         const fmha_array *mask = boolean ? &p->bool_mask : &p->additive_mask;
         if (!mask->data) continue;
         ptrdiff_t rows = mask->stride[1] == 0 && mask->stride[2] == 0 ? 1 : block->rows, step = mask->stride[3], r = 0, k = n;
         for (; r < rows && k == n; r++) {
-            const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, boolean ? 1 : (ptrdiff_t)sizeof(REAL));
+            const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, boolean ? 1 : size);
             if (boolean && step == 1) k = memchr(m, 0, (size_t)n) ? 0 : n;
             else if (boolean) for (k = 0; k < n && m[k * step]; k++) {}
-            else for (k = 0; k < n && ((const REAL *)m)[k * step] == NEGATIVE_INFINITY; k++) {}
+            else for (k = 0; k < n && FMHA_NAME(stored_value)(p->mask_element, m + k * step * size) == NEGATIVE_INFINITY; k++) {}
         }
         if (k == n) return 1;
     }
@@ -307,19 +318,19 @@ static void FMHA_NAME(mask_boolean)(const fmha_array *mask, const FMHA_NAME(rows
 }
 
 /* An additive mask there: squares of LANES rows and keys are transposed in registers, what is left over goes one by one. */
-static void FMHA_NAME(mask_additive)(const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
-                                     ptrdiff_t high, REAL *s)
+static inline __attribute__((always_inline)) void FMHA_NAME(mask_additive)(
+    const int type, const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low, ptrdiff_t high, REAL *s)
 {
-    ptrdiff_t queries = block->queries, step = mask->stride[3], q = v * LANES, k = low;
+    ptrdiff_t queries = block->queries, step = mask->stride[3], size = FMHA_NAME(stored_size)(type), q = v * LANES, k = low;
     ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES;
-    const REAL *row[LANES];
-    for (ptrdiff_t l = 0; l < rows; l++) row[l] = (const REAL *)FMHA_NAME(mask_row_at)(mask, block, q + l, j, sizeof(REAL));
+    const char *row[LANES];
+    for (ptrdiff_t l = 0; l < rows; l++) row[l] = FMHA_NAME(mask_row_at)(mask, block, q + l, j, size);
 #if HAVE_TRANSPOSE
     VEC gone = v_splat(NEGATIVE_INFINITY);
     for (; rows == LANES && step == 1 && k + LANES <= high; k += LANES) {
         VEC part[LANES];
 #pragma GCC unroll 16
-        for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(row[l] + k);
+        for (ptrdiff_t l = 0; l < LANES; l++) part[l] = FMHA_NAME(stored_load)(type, row[l] + k * size);
         FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
         for (ptrdiff_t l = 0; l < LANES; l++) {
@@ -330,7 +341,7 @@ static void FMHA_NAME(mask_additive)(const fmha_array *mask, const FMHA_NAME(row
 #endif
     for (ptrdiff_t l = 0; l < rows; l++)
         for (ptrdiff_t e = k; e < high; e++) {
-            REAL *to = s + e * queries + q + l, add = row[l][e * step];
+            REAL *to = s + e * queries + q + l, add = FMHA_NAME(stored_value)(type, row[l] + e * step * size);
             *to = add == NEGATIVE_INFINITY ? add : *to + add;
         }
 }
@@ -377,11 +388,21 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
         }
         if (p->alibi) FMHA_NAME(alibi_columns)(p, block, v, j, low, high, s);
         if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
-            FMHA_NAME(mask_additive)(&p->additive_mask, block, v, j, low, high, s);
+            switch (p->mask_element) {
+            case FMHA_HALF: FMHA_NAME(mask_additive)(FMHA_HALF, &p->additive_mask, block, v, j, low, high, s); break;
+            case FMHA_BFLOAT: FMHA_NAME(mask_additive)(FMHA_BFLOAT, &p->additive_mask, block, v, j, low, high, s); break;
+            default: FMHA_NAME(mask_additive)(FMHA_SAME, &p->additive_mask, block, v, j, low, high, s);
+            }
         } else if (p->additive_mask.data) {
-            const REAL *m = (const REAL *)FMHA_NAME(mask_row_at)(&p->additive_mask, block, 0, j, sizeof(REAL));
+            const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
+            const char *from = FMHA_NAME(mask_row_at)(&p->additive_mask, block, 0, j, size);
+            REAL row[TILE_KEYS];
+            const REAL *m = p->mask_element == FMHA_SAME ? (const REAL *)from : row;
+            ptrdiff_t step = p->mask_element == FMHA_SAME ? add_stride[3] : 1;
+            for (ptrdiff_t k = low; m == row && k < high; k++)
+                row[k] = FMHA_NAME(stored_value)(p->mask_element, from + k * add_stride[3] * size);
             for (ptrdiff_t k = low; k < high; k++) {
-                VEC add = v_splat(m[k * add_stride[3]]);
+                VEC add = v_splat(m[k * step]);
                 v_store(column + k * queries, v_select(v_equal(add, gone), gone, v_load(column + k * queries) + add));
             }
         }

@@ -230,9 +230,9 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
 }
 
 /* Row r of a group's queries. */
-static inline const REAL *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t r)
+static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t r)
 {
-    return (const REAL *)p->q.data + b * p->q.stride[0] + (hkv * (p->H / p->Hkv) + r / p->Lq) * p->q.stride[1] + r % p->Lq * p->q.stride[2];
+    return FMHA_NAME(row_in)(p->element, &p->q, b, hkv * (p->H / p->Hkv) + r / p->Lq, r % p->Lq);
 }
 
 /* Item: one chunk of keys of a key/value head. */
@@ -254,7 +254,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     VEC squares = v_splat(0);
     for (ptrdiff_t r = 0; r < rows; r++) {
-        const REAL *from = FMHA_NAME(decode_query)(p, b, hkv, r);
+        const REAL *from = FMHA_NAME(real_row)(p->element, FMHA_NAME(decode_query)(p, b, hkv, r), p->D, q + r * width);
         for (ptrdiff_t d = 0; d < width; d += LANES) {
             VEC value = v_load_n(from + d, p->D - d, 0) * factor;
             squares = squares + value * value;
@@ -263,8 +263,9 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     }
     int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
     for (ptrdiff_t r = 0; lifted && r < rows; r++) {
-        const REAL *from = FMHA_NAME(decode_query)(p, b, hkv, r);
-        lift[r] = FMHA_NAME(row_lift)(p->D, from, factor);
+        const char *at = FMHA_NAME(decode_query)(p, b, hkv, r);
+        lift[r] = FMHA_NAME(row_lift)(p->element, p->D, at, factor);
+        const REAL *from = FMHA_NAME(real_row)(p->element, at, p->D, q + r * width);
         for (ptrdiff_t d = 0; d < p->D; d++) q[r * width + d] = (REAL)((double)factor / lift[r]) * from[d];
         lift[r] *= rest;
     }
@@ -284,10 +285,12 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
     const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);       /* the others follow, each `size` REALs on */
     int finite = 1;
     uint64_t tiny = 0;
+    FMHA_NAME(forward_memory) memory;
+    FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
     FMHA_NAME(begin_item)(p);
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
-        REAL *out = (REAL *)run->out.data + b * run->out.stride[0] + h * run->out.stride[1] + i * run->out.stride[2];
+        REAL *out = p->element == FMHA_SAME ? (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, i) : memory.result + r * value_width;
         REAL sink = FMHA_NAME(sink)(p, h), peak = sink, total = 0;
         for (ptrdiff_t c = 0; c < chunks; c++) {
             REAL other = first.peak[c * size + r];
@@ -312,9 +315,8 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
     if (!finite || tiny) {
         FMHA_NAME(rows) block;
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        FMHA_NAME(forward_memory) memory;
-        FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
-        if (!finite) FMHA_NAME(large_rows)(run, &block, &memory);
+        if (!finite) FMHA_NAME(large_rows)(run, &block, &memory, ALL_ROWS);
         if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
     }
+    FMHA_NAME(round_rows)(run, b, hkv, 0, rows, memory.result, ALL_ROWS);
 }

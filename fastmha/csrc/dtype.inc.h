@@ -1,10 +1,10 @@
 /* One dtype of one instruction set: vocabulary, algorithms, table. */
 #include "vec.inc.h"
+#include "stored.inc.h"
 #include "dropout.inc.h"
 #include "rows.inc.h"
 #include "activation.inc.h"
 #include "norm.inc.h"
-#include "stored.inc.h"
 #include "product.inc.h"
 #include "block.inc.h"
 #include "forward.inc.h"
@@ -27,6 +27,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .divide_rows = FMHA_NAME(divide_rows),
     .all_finite = FMHA_NAME(all_finite),
     .copy_rows = FMHA_NAME(copy_rows),
+    .load_rows = FMHA_NAME(load_rows),
+    .store_rows = FMHA_NAME(store_rows),
     .copy_finite = FMHA_NAME(copy_finite),
     .multiply = FMHA_NAME(multiply),
     .add_nonfinite = FMHA_NAME(add_nonfinite),

@@ -16,7 +16,8 @@ typedef struct {
     ptrdiff_t stride[4];        /* in elements */
 } fmha_array;
 
-/* Element types of keys and values: the computation's, float16, bfloat16, the other one of float32 and float64. */
+/* Element types of operands and results: the computation's, float16, bfloat16, the other one of float32 and float64. The
+ * computation of operands of half precision is in float32; results are rounded once, at the end. */
 enum { FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER };
 
 /* Dropout: a pair is dropped if its draw, of 32 bits, is below this; the others are multiplied by factor = 1 / (1 - p), 0 where there
@@ -38,14 +39,15 @@ typedef struct {
     const int64_t *offset;      /* (B,), NULL where neither banded nor with alibi */
     const int64_t *key_start;   /* (B,) the first valid key, NULL: 0 */
     const int64_t *key_length;  /* (B,) the end of the valid keys, no less than their start, NULL: Lk */
-    int stored;                 /* element type of k and v; others than FMHA_SAME: forward of "tiled" and "decode" alone */
-    int element;                /* element type of q and out */
-    int parts;                  /* bfloat16 parts of what is multiplied on matrix tiles, 1 to 3; 0: nothing is */
+    int element;                /* element type of q, out and their gradients: not FMHA_OTHER */
+    int stored;                 /* element type of k and v, and of their gradients; FMHA_OTHER: forward alone */
+    int parts;                  /* bfloat16 parts of what is multiplied on matrix tiles, 1 or 2; 0: nothing is */
+    int mask_element;           /* element type of additive_mask, and of its gradient: not FMHA_OTHER */
     fmha_array q, k, v;
     fmha_array bool_mask;       /* uint8, nonzero = removed */
-    fmha_array additive_mask;   /* the dtype of q, -inf = removed */
-    const char *sinks;          /* (H,) of the dtype of q: exp(sinks[h]) joins the denominators of head h; NULL: none */
-    const char *alibi;          /* (H,) of the dtype of q: scores get -alibi[h] * |i + offset - j| before the masks; NULL: none */
+    fmha_array additive_mask;   /* -inf = removed */
+    const char *sinks;          /* (H,) of the computation's dtype: exp(sinks[h]) joins the denominators of head h; NULL: none */
+    const char *alibi;          /* (H,) of the computation's dtype: scores get -alibi[h] * |i + offset - j| before the masks; NULL: none */
     fmha_dropout dropout;
 } fmha_problem;
 
@@ -153,6 +155,9 @@ typedef struct {
 
     int (*all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx);
     void (*copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    /* y <- x, where the one or the other is of another element type; to a smaller one rounded to nearest, ties to even. */
+    void (*load_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
+    void (*store_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*multiply)(ptrdiff_t n, void *x, double factor);
     /* The contributions of the non-finite rows of x to a product over a partly removed block, allowed pairs only:

@@ -2,9 +2,9 @@
 
 /* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries), sums of out (queries, value width); of each query
  * peak, total, what its sums shrink by, and the lift of its scores; values (keys, value width) where they must be copied; keys or
- * values where they must be converted. */
+ * values where they must be converted; results (queries, value width) before they are rounded, where they are. */
 typedef struct {
-    REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted;
+    REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result;
 } FMHA_NAME(forward_memory);
 
 /* For so many keys at a time, TILE_KEYS or more. Returns the size in REALs; without memory that is all. */
@@ -20,6 +20,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->lift = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->copy = FMHA_NAME(take)(memory, &used, keys * value_width);
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
+    m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
     return used;
 }
 
@@ -185,20 +186,39 @@ static inline void FMHA_NAME(write_lse)(const fmha_run *run, const FMHA_NAME(row
     *lse = total == 0 ? NEGATIVE_INFINITY : (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
 }
 
-static inline REAL *FMHA_NAME(out_row)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r)
+/* Row r of a block's results: of out, or what round_rows makes it of. */
+static inline REAL *FMHA_NAME(out_row)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r, const FMHA_NAME(forward_memory) *m)
 {
-    const ptrdiff_t *stride = run->out.stride;
-    return (REAL *)run->out.data + block->b * stride[0] + block->head[r] * stride[1] + block->query[r] * stride[2];
+    if (run->p.element != FMHA_SAME) return m->result + r * block->value_width;
+    return (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, block->b, block->head[r], block->query[r]);
 }
 
-/* The block's rows of out and lse from its sums, which forward_block has left. Returns which rows are tiny: a bit each. */
-static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m)
+#define ALL_ROWS (~(uint64_t)0)
+
+/* The results of rows of the stacked heads of a group, from row `first` on, rounded: of those wanted, a bit each. */
+static void FMHA_NAME(round_rows)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t rows, const REAL *result,
+                                  uint64_t wanted)
+{
+    const fmha_problem *p = &run->p;
+    if (p->element == FMHA_SAME) return;
+    ptrdiff_t group = p->H / p->Hkv, value_width = ROUND_UP(p->Dv, LANES);
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        ptrdiff_t row = first + r;
+        if (!(wanted >> r & 1)) continue;
+        FMHA_NAME(store_rows)(p->element, 1, p->Dv, result + r * value_width, 0,
+                              FMHA_NAME(row_in)(p->element, &run->out, b, hkv * group + row / p->Lq, row % p->Lq), 0);
+    }
+}
+
+/* The block's rows of out and lse from its sums, which forward_block has left: those wanted, a bit each. Returns which are tiny. */
+static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted)
 {
     const fmha_problem *p = &run->p;
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
     uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        REAL *to = FMHA_NAME(out_row)(run, block, r);
+        if (!(wanted >> r & 1)) continue;
+        REAL *to = FMHA_NAME(out_row)(run, block, r, m);
         FMHA_NAME(divided_row)(p->Dv, out + r * block->value_width, total[r], to);
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         if (FMHA_NAME(tiny_row)(p->Dv, to) && total[r] != 0) tiny |= (uint64_t)1 << r;
@@ -221,15 +241,15 @@ static int FMHA_NAME(some_value)(const fmha_problem *p, const FMHA_NAME(rows) *b
 
 /* Sums of large finite values may overflow before the division: what is not finite in out again, with probabilities so small that
  * no sum can. What is finite already, and lse, stay as they are. */
-static void FMHA_NAME(large_rows)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m)
+static void FMHA_NAME(large_rows)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted)
 {
     const fmha_problem *p = &run->p;
     if (!FMHA_NAME(some_value)(p, block, 1, m->converted)) return;
     REAL factor = FMHA_NAME(reduction)(p);
     FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(reduced));
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        REAL *to = FMHA_NAME(out_row)(run, block, r);
-        for (ptrdiff_t d = 0; d < p->Dv; d++)
+        REAL *to = FMHA_NAME(out_row)(run, block, r, m);
+        for (ptrdiff_t d = 0; wanted >> r & 1 && d < p->Dv; d++)
             if (to[d] - to[d] != 0) to[d] = m->out[r * block->value_width + d] / m->total[r] / factor;
     }
 }
@@ -243,33 +263,41 @@ static void FMHA_NAME(tiny_rows)(const fmha_run *run, FMHA_NAME(rows) *block, ui
     FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(raised));
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (tiny >> r & 1)
-            FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, FMHA_NAME(out_row)(run, block, r));
+            FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, FMHA_NAME(out_row)(run, block, r, m));
 }
 
 /* The block of rows that forward item n is. */
-static void FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAME(rows) *block)
+static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAME(rows) *block)
 {
     const fmha_item item = fmha_item_of(&run->cut, n);
     FMHA_NAME(block_rows)(&run->p, block, item.b, item.h, item.i0, item.rows);
+    return item;
 }
 
-/* Item: one block of rows of one group. The firewall costs finite input nothing: only where a NaN or Inf shows in the
+/* The rows of a block that are wanted, a bit each, of out and lse. The firewall costs finite input nothing: only where a NaN or Inf shows in the
  * result is the block done again, with zeros for what is not finite in partly removed tiles and the allowed pairs added;
  * rows that attend none of it get the same bits as ever. */
-static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t item, int worker)
+static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, REAL *scratch, uint64_t wanted)
+{
+    FMHA_NAME(forward_memory) memory;
+    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, scratch, &memory);
+    FMHA_NAME(begin_item)(&run->p);
+    int found = FMHA_NAME(forward_block)(run, block, &memory, 0);
+    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly))
+        found = FMHA_NAME(forward_block)(run, block, &memory, FMHA_NAME(careful));
+    uint64_t tiny = FMHA_NAME(write_block)(run, block, &memory, wanted);
+    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(run, block, &memory, wanted);
+    if (tiny) FMHA_NAME(tiny_rows)(run, block, tiny, &memory);
+    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, memory.result, wanted);
+}
+
+/* Item: one block of rows of one group. */
+static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
-    FMHA_NAME(forward_memory) memory;
     FMHA_NAME(rows) block;
-    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
-    FMHA_NAME(begin_item)(&run->p);
-    FMHA_NAME(item_rows)(run, item, &block);
-    int found = FMHA_NAME(forward_block)(run, &block, &memory, 0);
-    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly))
-        found = FMHA_NAME(forward_block)(run, &block, &memory, FMHA_NAME(careful));
-    uint64_t tiny = FMHA_NAME(write_block)(run, &block, &memory);
-    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(run, &block, &memory);
-    if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
+    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }
 
 /* ------------------------------------------------------------------------------------------- forward with the weights */
@@ -315,13 +343,13 @@ static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) 
 }
 
 /* As tiled_forward, with the weights (B, H, Lq, Lk) written out: the softmax runs over all keys of a block at once. */
-static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
+static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
     const fmha_problem *p = &run->p;
     FMHA_NAME(rows) block;
     FMHA_NAME(begin_item)(p);
-    FMHA_NAME(item_rows)(run, item, &block);
+    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
     ptrdiff_t queries = block.queries, value_width = block.value_width, ldk, ldv, ld;
     ptrdiff_t j0 = block.j0, n = block.j1 - block.j0;
     FMHA_NAME(forward_memory) m;
@@ -364,9 +392,10 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t item, int worker)
     }
     uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block.rows; r++) {
-        memcpy(FMHA_NAME(out_row)(run, &block, r), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
+        memcpy(FMHA_NAME(out_row)(run, &block, r, &m), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
         FMHA_NAME(write_lse)(run, &block, r, peak[r], total[r]);
         if (FMHA_NAME(tiny_row)(p->Dv, out + r * value_width) && total[r] != 0) tiny |= (uint64_t)1 << r;
     }
     if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &m);
+    FMHA_NAME(round_rows)(run, item.b, item.h, item.i0, item.rows, m.result, ALL_ROWS);
 }

@@ -313,19 +313,13 @@ static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(r
     return moved;
 }
 
-/* Where row r of the block lies in x. */
-static inline const char *FMHA_NAME(typed_row)(int type, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t r)
-{
-    return x->data + (block->b * x->stride[0] + block->head[r] * x->stride[1] + block->query[r] * x->stride[2]) * FMHA_NAME(stored_size)(type);
-}
-
 /* q of the block as second operand; rows that are odd count as zeros. Returns which are: a bit each. */
 static uint64_t FMHA_NAME(matrix_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, const FMHA_NAME(operand) *q)
 {
     const char *row[BLOCK_ROWS];
     unsigned char left_out[BLOCK_ROWS];
     uint64_t odd = 0;
-    for (ptrdiff_t r = 0; r < block->rows; r++) row[r] = FMHA_NAME(typed_row)(p->element, &p->q, block, r);
+    for (ptrdiff_t r = 0; r < block->rows; r++) row[r] = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
     FMHA_NAME(source) x = {.row = row, .rows = block->rows, .width = p->D};
     if (!FMHA_NAME(pack_second_transposed)(p->element, q->parts, &x, q->step, (uint16_t *)q->tiles, q->plane)) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -402,19 +396,6 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
     return odd;
 }
 
-/* n numbers into a row of a type. */
-static void FMHA_NAME(store_row)(int type, ptrdiff_t n, const REAL *x, char *to)
-{
-    if (type == FMHA_SAME) {
-        memcpy(to, x, (size_t)n * sizeof(REAL));
-        return;
-    }
-    for (ptrdiff_t d = 0; d < n; d++) {
-        uint16_t bits = FMHA_NAME(to_bfloat)(x[d]);
-        memcpy(to + 2 * d, &bits, 2);
-    }
-}
-
 /* The block's rows of out and lse, but those that are odd. Returns these, and those found to be tiny: a bit each. */
 static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, uint64_t odd)
 {
@@ -441,7 +422,8 @@ static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NA
                 odd |= (uint64_t)1 << r;
                 continue;
             }
-            FMHA_NAME(store_row)(p->element, p->Dv, rows + l * width, (char *)FMHA_NAME(typed_row)(p->element, &run->out, block, r));
+            FMHA_NAME(store_rows)(p->element, 1, p->Dv, rows + l * width, 0,
+                                  FMHA_NAME(row_in)(p->element, &run->out, block->b, block->head[r], block->query[r]), 0);
             FMHA_NAME(write_lse)(run, block, r, FMHA_NAME(natural_scores)(p) ? m->peak[r] : m->peak[r] * (REAL)0x1.62e42fefa39efp-1, m->total[r]);
         }
     }
@@ -449,19 +431,17 @@ static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NA
 }
 
 /* Item: one block of rows of one group. */
-static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t item, int worker)
+static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
-    const fmha_problem *p = &run->p;
     FMHA_NAME(matrix_memory) m;
     FMHA_NAME(rows) block;
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
-    ptrdiff_t used = FMHA_NAME(matrix_layout)(p, scratch, &m);
-    FMHA_NAME(item_rows)(run, item, &block);
+    ptrdiff_t used = FMHA_NAME(matrix_layout)(&run->p, scratch, &m);
+    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
     FMHA_NAME(t_configure)();
     uint64_t odd = FMHA_NAME(matrix_block)(run, &block, &m);
     t_release();
     odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd);
-    (void)used;
-    (void)odd;
+    if (odd) FMHA_NAME(forward_rows)(run, &item, &block, scratch + used, odd);
 }

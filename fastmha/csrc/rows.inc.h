@@ -110,6 +110,31 @@ static inline void FMHA_NAME(alibi_row)(const fmha_problem *p, const fmha_block 
         v_store_n(s + k, v_load_n(s + k, n - k, 0) - v_abs(ahead - v_splat((REAL)k)) * slope, n - k);
 }
 
+/* Where an additive mask has the pair of query i and key j. */
+static inline const char *FMHA_NAME(mask_at)(const int type, const fmha_array *mask, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i, ptrdiff_t j)
+{
+    return FMHA_NAME(row_in)(type, mask, b, h, i) + j * mask->stride[3] * FMHA_NAME(stored_size)(type);
+}
+
+/* s[n] <- s + a row of an additive mask, `step` apart. */
+static inline __attribute__((always_inline)) void FMHA_NAME(add_row)(const int type, ptrdiff_t n, const char *m, ptrdiff_t step, REAL *s)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    if (step == 1) {
+        VEC removed = v_splat(NEGATIVE_INFINITY);
+        for (ptrdiff_t j = 0; j < n; j += LANES) {
+            VEC add = FMHA_NAME(stored_load_n)(type, m + j * size, n - j);
+            VEC sum = v_load_n(s + j, n - j, 0) + add;
+            v_store_n(s + j, v_select(v_equal(add, removed), removed, sum), n - j);
+        }
+    } else {
+        for (ptrdiff_t j = 0; j < n; j++) {
+            REAL add = FMHA_NAME(stored_value)(type, m + j * step * size);
+            s[j] = add == NEGATIVE_INFINITY ? add : s[j] + add;     /* NaN + -inf would be NaN */
+        }
+    }
+}
+
 /* softcap, alibi, additive mask, boolean mask on the keys [low, high) of one row; removed positions become -inf. */
 static inline void FMHA_NAME(mask_row)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t low,
                                        ptrdiff_t high, REAL *s)
@@ -123,21 +148,12 @@ static inline void FMHA_NAME(mask_row)(const fmha_problem *p, const fmha_block *
     }
     if (p->alibi) FMHA_NAME(alibi_row)(p, block, i, low, n, s);
     if (p->additive_mask.data) {
-        const ptrdiff_t *stride = p->additive_mask.stride, step = stride[3];
-        const REAL *m = (const REAL *)p->additive_mask.data + block->b * stride[0] + block->h * stride[1] + i * stride[2]
-                        + low * step;
-        if (step == 1) {
-            VEC removed = v_splat(NEGATIVE_INFINITY);
-            for (ptrdiff_t j = 0; j < n; j += LANES) {
-                VEC add = v_load_n(m + j, n - j, 0);
-                VEC sum = v_load_n(s + j, n - j, 0) + add;
-                v_store_n(s + j, v_select(v_equal(add, removed), removed, sum), n - j);
-            }
-        } else {
-            for (ptrdiff_t j = 0; j < n; j++) {
-                REAL add = m[j * step];
-                s[j] = add == NEGATIVE_INFINITY ? add : s[j] + add;     /* NaN + -inf would be NaN */
-            }
+        const char *m = FMHA_NAME(mask_at)(p->mask_element, &p->additive_mask, block->b, block->h, i, low);
+        ptrdiff_t step = p->additive_mask.stride[3];
+        switch (p->mask_element) {
+        case FMHA_HALF: FMHA_NAME(add_row)(FMHA_HALF, n, m, step, s); break;
+        case FMHA_BFLOAT: FMHA_NAME(add_row)(FMHA_BFLOAT, n, m, step, s); break;
+        default: FMHA_NAME(add_row)(FMHA_SAME, n, m, step, s);
         }
     }
     if (p->bool_mask.data) {
@@ -325,11 +341,12 @@ static int FMHA_NAME(removed)(const fmha_problem *p, const fmha_block *block, pt
     ptrdiff_t low, high;
     fmha_row_keys(p, block->b, i, &low, &high);
     if (j < low || j >= high) return 1;
-    const ptrdiff_t *m = p->bool_mask.stride, *a = p->additive_mask.stride;
+    const ptrdiff_t *m = p->bool_mask.stride;
     if (p->bool_mask.data && ((const unsigned char *)p->bool_mask.data)[block->b * m[0] + block->h * m[1] + i * m[2] + j * m[3]])
         return 1;
-    return p->additive_mask.data
-           && ((const REAL *)p->additive_mask.data)[block->b * a[0] + block->h * a[1] + i * a[2] + j * a[3]] == NEGATIVE_INFINITY;
+    if (!p->additive_mask.data) return 0;
+    const char *added = FMHA_NAME(mask_at)(p->mask_element, &p->additive_mask, block->b, block->h, i, j);
+    return FMHA_NAME(stored_value)(p->mask_element, added) == NEGATIVE_INFINITY;
 }
 
 static inline int FMHA_NAME(all_nan)(ptrdiff_t n, const REAL *x)
