@@ -307,7 +307,7 @@ cdef class Problem:
         self.c.sinks = pointer(sinks, False) if sinks is not None else NULL
         self.c.alibi = pointer(alibi, False) if alibi is not None else NULL
         self.c.dropout.factor = 0
-        self.c.parts = self.c.element = 0
+        self.c.parts = 0
         if draws is not None:
             probability, self.c.dropout.seed, self.c.dropout.b, self.c.dropout.h, self.c.dropout.i = draws
             self.c.dropout.factor = 1 / (1 - <double>probability)
@@ -844,7 +844,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     of rows and tiles of keys: more work, more items, the same bits.
     """
     cdef fmha_run c
-    cdef Scratch scratch, between
+    cdef Scratch scratch, between, shared
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, items
     c.p = problem.c
@@ -858,16 +858,27 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     if states is None and whole < c.p.B * c.p.Hkv:
         between = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
         c.row_states = between.start
+    cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
+    cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
+    if on_tiles:
+        shared = Scratch(kernels.gradient_shared(&c.p), 1)
+        c.shared = shared.start
+        c.cut = kernels.matrix_cut(&c.p)
+        with nogil:
+            if fmha_pool_run(kernels.gradient_pack_keys, &c, fmha_items(&c.cut), threads):
+                c.cut = fmha_forward_cut(&c.p)
+                fmha_pool_run(kernels.gradient_pack_rows, &c, fmha_items(&c.cut), threads)
+        finish()
     for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
         c.mode = mode
         c.cut = fmha_backward_cut(&c.p, c.mode, whole)
         items = fmha_items(&c.cut)
         if items == 0:
             continue
-        scratch = scratch_for(kernels.backward_scratch(&c.p, c.mode) * size, items, threads)
+        scratch = scratch_for((kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, c.mode) * size, items, threads)
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
-            fmha_pool_run(kernels.tiled_backward, &c, items, scratch.threads)
+            fmha_pool_run(task, &c, items, scratch.threads)
         finish()
 
 

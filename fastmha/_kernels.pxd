@@ -115,6 +115,11 @@ cdef extern from "csrc/fastmha.h" nogil:
         fmha_cut (*matrix_cut)(const fmha_problem *) noexcept nogil
         void (*matrix_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*matrix_scratch)(const fmha_problem *) noexcept nogil
+        void (*gradient_pack_keys)(void *, ptrdiff_t, int) noexcept nogil
+        void (*gradient_pack_rows)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*gradient_shared)(const fmha_problem *) noexcept nogil
+        void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*gradient_scratch)(const fmha_problem *, int) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil

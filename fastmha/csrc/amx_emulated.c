@@ -1,5 +1,5 @@
-/* The instruction set every CPU of the architecture has: SSE2 on x86-64, NEON on aarch64, else what the compiler makes
- * of 16-byte vectors. */
+/* The algorithms on matrix tiles with the tiles' arithmetic in plain C, and vectors as wide that any compiler makes of what there is:
+ * for tests anywhere, never chosen by itself. */
 #include "fastmha.h"
 #include "pool.h"
 #include "subnormals.h"
@@ -13,7 +13,8 @@
 #define FMHA_ISA amx_emulated
 #define FMHA_TILES 1
 #define FMHA_TILE_UNIT 0
-#define FMHA_VECTOR_BYTES 16
-#define MICRO_SUMS 12
+#define FMHA_PLAIN 1
+#define FMHA_VECTOR_BYTES 64
+#define MICRO_SUMS 2
 #define MICRO_VECTORS 2
 #include "kernels.inc.h"

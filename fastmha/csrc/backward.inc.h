@@ -200,8 +200,8 @@ static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
     return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0;
 }
 
-/* The packed operands and the state of each row; known: from a pass over blocks before. */
-static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known)
+/* The packed operands and the state of each row that is wanted, a bit each; known: from a pass over blocks before. */
+static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known, uint64_t wanted)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
@@ -209,10 +209,10 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
     FMHA_NAME(pack_transposed)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
-        to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows and lanes beyond the rows */
+        to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
         to->inverse[r] = 1;
         to->delta[r] = to->sum[r] = 0;
-        if (r >= block->rows) continue;
+        if (r >= block->rows || !(wanted >> r & 1)) continue;
         REAL sink = FMHA_NAME(sink)(p, block->head[r]);
         if (known) {
             const REAL *state = (const REAL *)run->row_states + FMHA_NAME(row_at)(run, block, r) * FMHA_ROW_STATE;
@@ -240,12 +240,13 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
 
 /* After a far block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
  * whether there were some: the work must be done again. */
-static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed)
+static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, uint64_t wanted)
 {
     const fmha_run *run = w->run;
     char own[BLOCK_ROWS] = {0};
     int any = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!(wanted >> r & 1)) continue;
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], apart = packed->sum[r] - 1;
         int exponent;
         frexp((double)lse, &exponent);
@@ -456,31 +457,52 @@ static int FMHA_NAME(row_is_empty)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
     return 1;
 }
 
-/* Item: a key/value head (FMHA_WHOLE), one block of its group's rows (FMHA_QUERIES) or one tile of its keys (FMHA_KEYS). */
-static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker)
+#if FMHA_TILES && FMHA_REAL == 32
+#include "matrix_backward.inc.h"
+#endif
+
+/* A key/value head (FMHA_WHOLE), one block of its group's rows (FMHA_QUERIES) or one tile of its keys (FMHA_KEYS). matrix: on matrix
+ * tiles, but for the rows that these leave. */
+static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
 {
-    const fmha_run *run = context;
     const fmha_problem *p = &run->p;
     const int mode = run->mode;
     const fmha_item item = fmha_item_of(&run->cut, index);
     ptrdiff_t b = item.b, hkv = item.h, last_row = item.i0 + item.rows, last_key = item.j0 + item.cols, group = p->H / p->Hkv;
     ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     FMHA_NAME(backward) w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS};
-    FMHA_NAME(backward_layout)(p, mode, FMHA_NAME(scratch_of)(run, worker), &w.m);
+    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    ptrdiff_t used = FMHA_NAME(backward_layout)(p, mode, scratch, &w.m);
     const FMHA_NAME(packed) *packed = &w.m.packed;
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);     /* of grad_q and grad_k, whose scale may be too small for a REAL */
-    ptrdiff_t valid0, valid1;
+    uint64_t left = ALL_ROWS;       /* rows of some block that are left to vectors */
+#if FMHA_TILES && FMHA_REAL == 32
+    FMHA_NAME(gradient_memory) tiles;
+    FMHA_NAME(gradient_rows) rows;
+    FMHA_NAME(gradient_chunk) chunk;
+    if (matrix) {
+        FMHA_NAME(gradient_layout)(p, mode, scratch + ROUND_UP(used, LANES), &tiles);
+        FMHA_NAME(t_configure)();
+        left = 0;
+        for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
+            FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
+            left |= *rows.odd;
+        }
+    }
+#else
+    (void)used;
+#endif
     FMHA_NAME(begin_item)(p);
-    fmha_valid_keys(p, b, &valid0, &valid1);
-    /* else no pair is removed */
-    int guarded = p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
-    w.q_finite = w.grad_out_finite = 1;
-    w.k_finite = !guarded || FMHA_NAME(finite_rows)(p->stored, valid1 - valid0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, valid0),
-                                                    p->k.stride[2]);
-    for (ptrdiff_t h = hkv * group; guarded && h < (hkv + 1) * group; h++) {
-        const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
-        w.q_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->D, q, p->q.stride[2]);
-        w.grad_out_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->Dv, g, run->grad_out.stride[2]);
+    w.q_finite = w.grad_out_finite = w.k_finite = 1;
+    if (left && (p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data)) {   /* else no pair is removed */
+        ptrdiff_t valid0, valid1;
+        fmha_valid_keys(p, b, &valid0, &valid1);
+        w.k_finite = FMHA_NAME(finite_rows)(p->stored, valid1 - valid0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, valid0), p->k.stride[2]);
+        for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
+            const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
+            w.q_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->D, q, p->q.stride[2]);
+            w.grad_out_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->Dv, g, run->grad_out.stride[2]);
+        }
     }
     FMHA_NAME(rows) block;
 #define BLOCK(i0) \
@@ -488,18 +510,37 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
     FMHA_NAME(block_rows)(p, &block, b, hkv, i0, last_row - (i0) < BLOCK_ROWS ? last_row - (i0) : BLOCK_ROWS)
     for (int again = 0, done = 0; !done; again = 1) {
         if (mode != FMHA_KEYS) memset(packed->grad_q, 0, (size_t)(item.rows * width) * sizeof(REAL));
+#if FMHA_TILES && FMHA_REAL == 32
+        if (matrix && mode != FMHA_KEYS) memset(tiles.grad_q, 0, (size_t)(ROUND_UP(item.rows, BLOCK_ROWS) * width) * sizeof(REAL));
+#endif
         for (ptrdiff_t j = item.j0; j < last_key; j += TILE_KEYS) {
             ptrdiff_t n = last_key - j < TILE_KEYS ? last_key - j : TILE_KEYS;
             if (mode != FMHA_QUERIES) {
-                memset(w.m.grad_k, 0, (size_t)(n * width) * sizeof(REAL));
-                memset(w.m.grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+                memset(w.m.grad_k, 0, (size_t)(TILE_KEYS * width) * sizeof(REAL));
+                memset(w.m.grad_v, 0, (size_t)(TILE_KEYS * value_width) * sizeof(REAL));
             }
+#if FMHA_TILES && FMHA_REAL == 32
+            if (matrix) FMHA_NAME(gradient_chunk_at)(run, b, hkv, j / TILE_KEYS, &chunk);
+#endif
             for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
-                if (fmha_pool_stopped()) return;
+                if (fmha_pool_stopped()) break;
                 BLOCK(i0);
                 ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
                 if (mode == FMHA_KEYS && low >= high) continue;
-                if (mode == FMHA_KEYS || (j == item.j0 && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS);
+                uint64_t wanted = ALL_ROWS;
+#if FMHA_TILES && FMHA_REAL == 32
+                if (matrix) {
+                    FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
+                    if (low < high)
+                        FMHA_NAME(matrix_gradients)(run, &block, &chunk, &rows, &w.m, &tiles, j, low, high, mode == FMHA_QUERIES ? NULL : w.m.grad_k,
+                                                    mode == FMHA_QUERIES ? NULL : w.m.grad_v,
+                                                    mode == FMHA_KEYS ? NULL : tiles.grad_q + (i0 - item.i0) * width);
+                    wanted = *rows.odd;
+                    *own.kind = wanted ? *own.kind : 0;
+                    if (!wanted) continue;
+                }
+#endif
+                if (mode == FMHA_KEYS || (j == item.j0 && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS, wanted);
                 if (low >= high) continue;
                 FMHA_NAME(tile_gradients)(&w, &block, &own, low, high - low,
                                           mode == FMHA_QUERIES ? NULL : w.m.grad_k + (low - j) * width,
@@ -513,12 +554,33 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
             }
         }
         done = 1;
-        for (ptrdiff_t i0 = item.i0; i0 < last_row && mode != FMHA_KEYS && item.cols > 0 && !again; i0 += BLOCK_ROWS) {
+        for (ptrdiff_t i0 = item.i0; i0 < last_row && mode != FMHA_KEYS && item.cols > 0 && !again && left; i0 += BLOCK_ROWS) {
+            uint64_t wanted = ALL_ROWS;
             if (!((int)packed->kind[i0 - item.i0] & FMHA_NAME(far_block))) continue;
             BLOCK(i0);
-            if (FMHA_NAME(mended)(&w, &block, &own)) done = 0;
+#if FMHA_TILES && FMHA_REAL == 32
+            if (matrix) {
+                FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
+                wanted = *rows.odd;
+            }
+#endif
+            if (FMHA_NAME(mended)(&w, &block, &own, wanted)) done = 0;
         }
     }
+#if FMHA_TILES && FMHA_REAL == 32
+    if (matrix) t_release();
+    for (ptrdiff_t i0 = item.i0; matrix && mode != FMHA_KEYS && i0 < last_row; i0 += BLOCK_ROWS) {
+        BLOCK(i0);
+        FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
+        FMHA_NAME(add_transposed)(block.rows, block.queries, width, tiles.grad_q + (i0 - item.i0) * width, own.grad_q);
+        for (ptrdiff_t r = 0; r < block.rows; r++) {
+            if (*rows.odd >> r & 1) continue;
+            own.shift[r] = rows.lse[r];
+            own.inverse[r] = 1;
+            own.delta[r] = rows.delta[r];
+        }
+    }
+#endif
     if (mode == FMHA_KEYS) return;
 #undef BLOCK
     for (ptrdiff_t row = item.i0; row < last_row; row++) {
@@ -534,6 +596,18 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
         if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, b, h, i)) state[FMHA_ROW_DELTA] = 0;
     }
 }
+
+static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker)
+{
+    FMHA_NAME(backward_item)(0, context, index, worker);
+}
+
+#if FMHA_TILES && FMHA_REAL == 32
+static void FMHA_NAME(matrix_backward)(void *context, ptrdiff_t index, int worker)
+{
+    FMHA_NAME(backward_item)(1, context, index, worker);
+}
+#endif
 
 /* ----------------------------------------------------------------------------------------- the gradient of an additive mask */
 
@@ -590,7 +664,7 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
                 FMHA_NAME(block_rows)(p, &block, b, h / group, h % group * p->Lq + i, i1 - i < BLOCK_ROWS ? i1 - i : BLOCK_ROWS);
                 ptrdiff_t low = block.j0 > j0 ? block.j0 : j0, high = block.j1 < j1 ? block.j1 : j1;
                 if (low >= high) continue;
-                FMHA_NAME(prepare_block)(&w, &block, &w.m.packed, 1);
+                FMHA_NAME(prepare_block)(&w, &block, &w.m.packed, 1, ALL_ROWS);
                 for (ptrdiff_t j = low, n; j < high; j += n) {
                     n = high - j < TILE_KEYS ? high - j : TILE_KEYS;
                     int masked, banded = FMHA_NAME(backward_scores)(&w, &block, &w.m.packed, j, n, &masked);

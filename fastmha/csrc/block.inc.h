@@ -17,11 +17,6 @@ static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
 }
 
 #define BLOCK_VECTORS (BLOCK_ROWS / LANES)
-#if FMHA_TILES && FMHA_REAL == 32
-#define QUERY_STEP 16      /* rows of a tile */
-#else
-#define QUERY_STEP LANES
-#endif
 #define KEY_STEP 2          /* even and odd keys have sums of their own: what is left out before a row's keys is a multiple of it */
 #define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
@@ -44,7 +39,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->b = b;
     block->hkv = hkv;
     block->rows = rows;
-    block->queries = ROUND_UP(rows, QUERY_STEP);
+    block->queries = ROUND_UP(rows, LANES);
     block->width = ROUND_UP(p->D, LANES);
     block->value_width = ROUND_UP(p->Dv, LANES);
     block->j0 = p->Lk;

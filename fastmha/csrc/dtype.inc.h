@@ -8,13 +8,13 @@
 #include "product.inc.h"
 #include "block.inc.h"
 #include "forward.inc.h"
-#include "backward.inc.h"
-#include "decode.inc.h"
-#include "gemm.inc.h"
 #if FMHA_TILES && FMHA_REAL == 32
 #include "matrix.inc.h"
 #include "matrix_forward.inc.h"
 #endif
+#include "backward.inc.h"
+#include "decode.inc.h"
+#include "gemm.inc.h"
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -56,6 +56,11 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .matrix_cut = FMHA_NAME(matrix_cut),
     .matrix_forward = FMHA_NAME(matrix_forward),
     .matrix_scratch = FMHA_NAME(matrix_scratch),
+    .gradient_pack_keys = FMHA_NAME(gradient_pack_keys),
+    .gradient_pack_rows = FMHA_NAME(gradient_pack_rows),
+    .gradient_shared = FMHA_NAME(gradient_shared),
+    .matrix_backward = FMHA_NAME(matrix_backward),
+    .gradient_scratch = FMHA_NAME(gradient_scratch),
 #endif
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
@@ -105,7 +110,6 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef EXACT_DISTANCE
 #undef VEC
 #undef BLOCK_VECTORS
-#undef QUERY_STEP
 #undef KEY_STEP
 #undef MASK_KEYS
 #undef GRANULE

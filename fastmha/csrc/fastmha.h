@@ -198,6 +198,12 @@ typedef struct {
     fmha_cut (*matrix_cut)(const fmha_problem *p);
     void (*matrix_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*matrix_scratch)(const fmha_problem *p);
+    /* Backward: keys and values, then blocks of rows are packed, into gradient_shared bytes. */
+    void (*gradient_pack_keys)(void *context, ptrdiff_t item, int worker);
+    void (*gradient_pack_rows)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*gradient_shared)(const fmha_problem *p);
+    void (*matrix_backward)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode);
 
     /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch(N) elements.
      * packed: b (K, N) as gemm_pack has left it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns

@@ -9,7 +9,7 @@
 #define TILE_ROWS 16        /* rows of a tile of the first operand and of the sums; columns of the second and of the sums */
 #define TILE_TERMS 32       /* terms of the sum in a tile of an operand */
 #define TILE_SIZE (TILE_ROWS * TILE_TERMS)
-#define GROUP (TILE_ROWS / LANES)   /* vectors of a row of a tile of sums */
+_Static_assert(LANES == TILE_ROWS, "a vector is a row of a tile of sums");
 
 /* ------------------------------------------------------------------------------------------------ the words for tiles */
 
@@ -74,9 +74,6 @@ static void FMHA_NAME(multiply_add)(float sums[][TILE_ROWS], uint16_t a[][TILE_T
 
 /* ------------------------------------------------------------------------------- sixteen numbers, and bfloat16 of them */
 
-typedef struct { VEC v[GROUP]; } FMHA_NAME(group);
-#define EACH_VECTOR(u) _Pragma("GCC unroll 4") for (int u = 0; u < GROUP; u++)
-
 static inline float FMHA_NAME(from_bfloat)(uint16_t bits)
 {
     uint32_t wide = (uint32_t)bits << 16;
@@ -94,21 +91,21 @@ static inline uint16_t FMHA_NAME(to_bfloat)(float value)
 }
 
 /* to (32) <- bfloat16 of a, then of b; where interleaved a[0] b[0] a[1] b[1] ...; *a, *b <- what that leaves of them. */
-static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const int interleaved, FMHA_NAME(group) *a, FMHA_NAME(group) *b, uint16_t *to)
+static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const int interleaved, VEC *a, VEC *b, uint16_t *to)
 {
-#if FMHA_VECTOR_BYTES == 64 && defined(X86_OP) && FMHA_TILE_UNIT
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b->v[0], (__m512)a->v[0]), upper = _mm512_set1_epi32((int)0xffff0000);
+#if FMHA_TILE_UNIT
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)*b, (__m512)*a), upper = _mm512_set1_epi32((int)0xffff0000);
     if (interleaved) {
         const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
                                                19, 3, 18, 2, 17, 1, 16, 0);
         both = _mm512_permutexvar_epi16(order, both);
         _mm512_storeu_si512(to, both);
-        a->v[0] = a->v[0] - (VEC)_mm512_slli_epi32(both, 16);
-        b->v[0] = b->v[0] - (VEC)_mm512_and_si512(both, upper);
+        *a = *a - (VEC)_mm512_slli_epi32(both, 16);
+        *b = *b - (VEC)_mm512_and_si512(both, upper);
     } else {
         _mm512_storeu_si512(to, both);
-        a->v[0] = a->v[0] - (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
-        b->v[0] = b->v[0] - (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
+        *a = *a - (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
+        *b = *b - (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
     }
 #else
     float from[2][TILE_ROWS];
@@ -126,7 +123,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const
 }
 
 /* All parts of them, each `plane` elements behind the one before. */
-static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const int parts, const int interleaved, FMHA_NAME(group) a, FMHA_NAME(group) b,
+static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const int parts, const int interleaved, VEC a, VEC b,
                                                                          uint16_t *to, ptrdiff_t plane)
 {
 #pragma GCC unroll 2
@@ -292,14 +289,15 @@ enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transpose
 #define LARGE_PART POWER(55)    /* sums of so many products of such numbers are far from overflow */
 #define LARGE_BITS ((127 + 55) << 7)        /* its bits as bfloat16 */
 
-/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart. Returns whether
+/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart; rows of zeros
+ * up to a multiple of 32. Returns whether
  * some number is not finite or as large as LARGE_PART. */
 static inline __attribute__((always_inline)) int FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x,
                                                                     ptrdiff_t step, uint16_t *to, ptrdiff_t plane)
 {
     const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second);
     FMHA_NAME(row) largest = r_zero(), row[2 * TILE_ROWS][2], tile[2][TILE_ROWS];
-    for (ptrdiff_t i = 0; i < x->rows; i += over_rows ? TILE_TERMS : TILE_ROWS)
+    for (ptrdiff_t i = 0; i < ROUND_UP(x->rows, TILE_TERMS); i += over_rows ? TILE_TERMS : TILE_ROWS)
         for (ptrdiff_t d = 0; d < x->width; d += TILE_TERMS) {
             uint16_t *at = to + (over_rows ? d / TILE_ROWS * step + i / TILE_TERMS : i / TILE_ROWS * step + d / TILE_TERMS) * TILE_SIZE;
 #pragma GCC unroll 32
@@ -325,25 +323,20 @@ static inline __attribute__((always_inline)) int FMHA_NAME(pack_as)(const int ty
     return FMHA_NAME(reaches)(largest, LARGE_BITS);
 }
 
-#define PACK_PARTS(type, way) \
-    do { \
-        if (parts == 1) return FMHA_NAME(pack_as)(type, 1, way, x, step, to, plane); \
-        return FMHA_NAME(pack_as)(type, 2, way, x, step, to, plane); \
-    } while (0)
 #define PACK_WAY(name, way) \
     static __attribute__((noinline)) int FMHA_NAME(name)(int type, int parts, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to, \
-                                                          ptrdiff_t plane) \
+                                                         ptrdiff_t plane) \
     { \
         if (type == FMHA_BFLOAT) return FMHA_NAME(pack_as)(FMHA_BFLOAT, 1, way, x, step, to, plane); \
-        if (type == FMHA_HALF) PACK_PARTS(FMHA_HALF, way); \
-        PACK_PARTS(FMHA_SAME, way); \
+        if (type == FMHA_HALF && parts == 1) return FMHA_NAME(pack_as)(FMHA_HALF, 1, way, x, step, to, plane); \
+        if (type == FMHA_HALF) return FMHA_NAME(pack_as)(FMHA_HALF, 2, way, x, step, to, plane); \
+        if (parts == 1) return FMHA_NAME(pack_as)(FMHA_SAME, 1, way, x, step, to, plane); \
+        return FMHA_NAME(pack_as)(FMHA_SAME, 2, way, x, step, to, plane); \
     }
 PACK_WAY(pack_first, FMHA_NAME(first))
 PACK_WAY(pack_first_transposed, FMHA_NAME(first_transposed))
 PACK_WAY(pack_second_transposed, FMHA_NAME(second_transposed))
 PACK_WAY(pack_second, FMHA_NAME(second))
-
-/* ------------------------------------------------------------------------------------------------------------ products */
 
 /* An operand in tiles: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, parts `plane` elements apart, `parts` of them. */
 typedef struct {
@@ -351,6 +344,41 @@ typedef struct {
     ptrdiff_t step, plane;
     int parts;
 } FMHA_NAME(operand);
+
+/* x of an element type into the operand's memory. Returns whether some number is not finite or as large as LARGE_PART. */
+static int FMHA_NAME(pack_operand)(int way, int type, const FMHA_NAME(source) *x, const FMHA_NAME(operand) *to)
+{
+    uint16_t *tiles = (uint16_t *)to->tiles;
+    switch (way) {
+    case FMHA_NAME(first): return FMHA_NAME(pack_first)(type, to->parts, x, to->step, tiles, to->plane);
+    case FMHA_NAME(first_transposed): return FMHA_NAME(pack_first_transposed)(type, to->parts, x, to->step, tiles, to->plane);
+    case FMHA_NAME(second_transposed): return FMHA_NAME(pack_second_transposed)(type, to->parts, x, to->step, tiles, to->plane);
+    default: return FMHA_NAME(pack_second)(type, to->parts, x, to->step, tiles, to->plane);
+    }
+}
+
+/* Whether some of n numbers is not finite or as large as LARGE_PART. */
+static int FMHA_NAME(odd_row)(int type, const char *x, ptrdiff_t n)
+{
+    for (ptrdiff_t d = 0; d < n; d++) {
+        REAL value = FMHA_NAME(stored_value)(type, x + d * FMHA_NAME(stored_size)(type));
+        if (!(value < LARGE_PART && value > -LARGE_PART)) return 1;
+    }
+    return 0;
+}
+
+/* Of each row whether it is so in x or in y; returns whether some is. */
+static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_NAME(source) *y, unsigned char *odd)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    int some = 0;
+    for (ptrdiff_t i = 0; i < x->rows; i++)
+        some |= odd[i] = (unsigned char)(FMHA_NAME(odd_row)(type, x->data + i * x->stride * size, x->width)
+                                         || FMHA_NAME(odd_row)(type, y->data + i * y->stride * size, y->width));
+    return some;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ products */
 
 /* sums (16 rows, 16 columns tiles: rows by columns of them, two at most each) <- (add ? sums : 0) + a @ b over `depth` tiles. */
 static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(

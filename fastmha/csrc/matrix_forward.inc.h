@@ -65,16 +65,6 @@ static void FMHA_NAME(chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv,
     FMHA_NAME(shared_layout)(p, run->shared + at * FMHA_NAME(shared_layout)(p, NULL, &unused), to);
 }
 
-/* Whether some of n numbers is not finite or as large as LARGE_PART. */
-static int FMHA_NAME(odd_row)(int type, const char *x, ptrdiff_t n)
-{
-    for (ptrdiff_t d = 0; d < n; d++) {
-        REAL value = FMHA_NAME(stored_value)(type, x + d * FMHA_NAME(stored_size)(type));
-        if (!(value < LARGE_PART && value > -LARGE_PART)) return 1;
-    }
-    return 0;
-}
-
 static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p)
 {
     fmha_cut cut = fmha_heads_cut(p);
@@ -91,21 +81,14 @@ static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(matrix_chunk) chunk;
     (void)worker;
     FMHA_NAME(chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
-    const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored);
-    const char *k = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), *v = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0);
-    FMHA_NAME(source) keys = {.data = k, .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
-    FMHA_NAME(source) values = {.data = v, .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
+    FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
+    FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
     *chunk.some_odd = 0;
     for (int again = 0; again < 2; again++) {
-        int large = FMHA_NAME(pack_first)(p->stored, chunk.keys.parts, &keys, chunk.keys.step, (uint16_t *)chunk.keys.tiles, chunk.keys.plane);
-        large |= FMHA_NAME(pack_first_transposed)(p->stored, chunk.values.parts, &values, chunk.values.step, (uint16_t *)chunk.values.tiles,
-                                                  chunk.values.plane);
+        int large = FMHA_NAME(pack_operand)(FMHA_NAME(first), p->stored, &keys, &chunk.keys);
+        large |= FMHA_NAME(pack_operand)(FMHA_NAME(first_transposed), p->stored, &values, &chunk.values);
         if (again || !large) break;
-        for (ptrdiff_t j = 0; j < item.cols; j++) {
-            chunk.odd[j] = (unsigned char)(FMHA_NAME(odd_row)(p->stored, k + j * p->k.stride[2] * size, p->D)
-                                           || FMHA_NAME(odd_row)(p->stored, v + j * p->v.stride[2] * size, p->Dv));
-            *chunk.some_odd |= chunk.odd[j];
-        }
+        *chunk.some_odd = FMHA_NAME(find_odd)(p->stored, &keys, &values, chunk.odd);
         keys.left_out = values.left_out = chunk.odd;
     }
 }
@@ -161,7 +144,7 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
     const int parts, const int groups, const int pairs, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries,
     REAL factor, REAL *s, uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
 {
-    const int of = groups * GROUP;
+    const int of = groups;
     VEC best[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);
     IVEC moved = v_truth(gone != gone);
     {
@@ -223,14 +206,9 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
                 if (kept) v_store(at + queries, odd[i]);
             }
 #pragma GCC unroll 4
-            for (int g = 0; !kept && g < n / GROUP; g++) {
-                FMHA_NAME(group) a, b;
-                EACH_VECTOR(u) {
-                    a.v[u] = even[g * GROUP + u];
-                    b.v[u] = odd[g * GROUP + u];
-                }
+            for (int g = 0; !kept && g < n; g++) {
                 ptrdiff_t own = k + 2 * (g / groups);
-                FMHA_NAME(store_parts)(parts, 1, a, b, to + (g % groups * weights->step + own / TILE_TERMS) * TILE_SIZE + own % TILE_TERMS / 2 * TILE_TERMS,
+                FMHA_NAME(store_parts)(parts, 1, even[g], odd[g], to + (g % groups * weights->step + own / TILE_TERMS) * TILE_SIZE + own % TILE_TERMS / 2 * TILE_TERMS,
                                        weights->plane);
             }
         }
@@ -243,11 +221,7 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
 static void FMHA_NAME(pack_weights)(int parts, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, const REAL *s, uint16_t *to, ptrdiff_t plane)
 {
     for (ptrdiff_t k = low; k < high; k += 2) {
-        FMHA_NAME(group) a, b;
-        EACH_VECTOR(u) {
-            a.v[u] = v_load(s + k * queries + u * LANES);
-            b.v[u] = v_load(s + (k + 1) * queries + u * LANES);
-        }
+        VEC a = v_load(s + k * queries), b = v_load(s + (k + 1) * queries);
         uint16_t *at = to + k / TILE_TERMS * TILE_SIZE + k % TILE_TERMS / 2 * TILE_TERMS;
         if (parts == 1) FMHA_NAME(store_parts)(1, 1, a, b, at, plane);
         else if (parts == 2) FMHA_NAME(store_parts)(2, 1, a, b, at, plane);
@@ -264,25 +238,6 @@ static void FMHA_NAME(clear_weights)(const FMHA_NAME(operand) *weights, ptrdiff_
                    + k % TILE_TERMS / 2 * TILE_TERMS, 0, TILE_TERMS * sizeof(uint16_t));
 }
 
-/* The keys of each group that are at work in the tile [j, j + n): its vectors all have the same. As set_spans. */
-static int FMHA_NAME(set_group_spans)(FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
-{
-    int banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
-    for (ptrdiff_t v = 0; GROUP > 1 && v < block->queries / LANES; v += GROUP) {
-        ptrdiff_t low = n, high = 0;
-        for (ptrdiff_t u = v; u < v + GROUP; u++) {
-            if (block->low[u] >= block->high[u]) continue;
-            if (block->low[u] < low) low = block->low[u];
-            if (block->high[u] > high) high = block->high[u];
-        }
-        for (ptrdiff_t u = v; u < v + GROUP; u++) {
-            block->low[u] = low < high ? low : 0;
-            block->high[u] = high;
-        }
-    }
-    return banded;
-}
-
 /* Of all groups of queries the keys of their spans, of `whole` ones; returns whether some row shrinks. */
 static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(rows) *block, int banded, int natural, int kept, ptrdiff_t whole,
     REAL factor, const FMHA_NAME(matrix_memory) *m)
@@ -294,20 +249,18 @@ static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(r
     FMHA_NAME(matrix_softmax_of)(parts, groups, pairs, natural, kept, low, high, queries, factor, m->scores + g * TILE_ROWS, \
         (uint16_t *)weights->tiles + g * weights->step * TILE_SIZE, weights, m->peak + g * TILE_ROWS, m->total + g * TILE_ROWS, m->shrink + g * TILE_ROWS)
     ptrdiff_t low = 0, high = whole, g = 0;
-#if FMHA_VECTOR_BYTES == 64
     if (groups == 4 && !banded && !natural && !kept) return weights->parts == 1 ? SOFTMAX(1, 4, 1, 0, 0) : SOFTMAX(2, 4, 1, 0, 0);
-#endif
     for (; g < groups; g++) {
-        low = block->low[g * GROUP];
-        high = ROUND_UP(block->high[g * GROUP], 2);
+        low = block->low[g];
+        high = ROUND_UP(block->high[g], 2);
         FMHA_NAME(clear_weights)(weights, g, 0, low);
         FMHA_NAME(clear_weights)(weights, g, high, whole);
         if (natural && kept) moved |= SOFTMAX(2, 1, 1, 1, 1);
-        else if (natural && weights->parts == 1) moved |= SOFTMAX(1, 1, 4 / GROUP, 1, 0);
-        else if (natural) moved |= SOFTMAX(2, 1, 4 / GROUP, 1, 0);
+        else if (natural && weights->parts == 1) moved |= SOFTMAX(1, 1, 4, 1, 0);
+        else if (natural) moved |= SOFTMAX(2, 1, 4, 1, 0);
         else if (kept) moved |= SOFTMAX(2, 1, 1, 0, 1);
-        else if (weights->parts == 1) moved |= SOFTMAX(1, 1, 4 / GROUP, 0, 0);
-        else moved |= SOFTMAX(2, 1, 4 / GROUP, 0, 0);
+        else if (weights->parts == 1) moved |= SOFTMAX(1, 1, 4, 0, 0);
+        else moved |= SOFTMAX(2, 1, 4, 0, 0);
     }
 #undef SOFTMAX
     return moved;
@@ -321,13 +274,13 @@ static uint64_t FMHA_NAME(matrix_queries)(const fmha_problem *p, const FMHA_NAME
     uint64_t odd = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) row[r] = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
     FMHA_NAME(source) x = {.row = row, .rows = block->rows, .width = p->D};
-    if (!FMHA_NAME(pack_second_transposed)(p->element, q->parts, &x, q->step, (uint16_t *)q->tiles, q->plane)) return 0;
+    if (!FMHA_NAME(pack_operand)(FMHA_NAME(second_transposed), p->element, &x, q)) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         left_out[r] = (unsigned char)FMHA_NAME(odd_row)(p->element, row[r], p->D);
         if (left_out[r]) odd |= (uint64_t)1 << r;
     }
     x.left_out = left_out;
-    FMHA_NAME(pack_second_transposed)(p->element, q->parts, &x, q->step, (uint16_t *)q->tiles, q->plane);
+    FMHA_NAME(pack_operand)(FMHA_NAME(second_transposed), p->element, &x, q);
     return odd;
 }
 
@@ -374,13 +327,13 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         if (natural)
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
         for (ptrdiff_t e = n * queries; e < ROUND_UP(n, 2) * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
-        int banded = FMHA_NAME(set_group_spans)(block, j, n);
+        int banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
         if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j, s, NULL);
         int moved = FMHA_NAME(matrix_softmax)(block, banded || n < whole, natural, kept, whole, factor, m);
         if (kept) {
             FMHA_NAME(drop_tile)(p, block, j, s, NULL);
             for (ptrdiff_t g = 0; g < groups; g++)
-                FMHA_NAME(pack_weights)(m->weights.parts, block->low[g * GROUP], ROUND_UP(block->high[g * GROUP], 2), queries, s + g * TILE_ROWS,
+                FMHA_NAME(pack_weights)(m->weights.parts, block->low[g], ROUND_UP(block->high[g], 2), queries, s + g * TILE_ROWS,
                                         (uint16_t *)m->weights.tiles + g * m->weights.step * TILE_SIZE, m->weights.plane);
         }
         /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
@@ -403,17 +356,14 @@ static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NA
     const ptrdiff_t queries = block->queries, width = ROUND_UP(p->Dv, TILE_ROWS);
     REAL *rows = m->scores;         /* (16, width), the scores are done with */
     for (ptrdiff_t q = 0; q < block->rows; q += TILE_ROWS) {
+        VEC total = v_load(m->total + q), inverse = v_select(v_equal(total, v_splat(0)), v_splat(0), v_splat(1) / total);
         for (ptrdiff_t d = 0; d < width; d += TILE_ROWS) {
-            FMHA_NAME(group) inverse, row[TILE_ROWS];
-            EACH_VECTOR(u) {
-                VEC total = v_load(m->total + q + u * LANES);
-                inverse.v[u] = v_select(v_equal(total, v_splat(0)), v_splat(0), v_splat(1) / total);
-            }
+            VEC row[TILE_ROWS];
 #pragma GCC unroll 16
-            for (int l = 0; l < TILE_ROWS; l++) EACH_VECTOR(u) row[l].v[u] = v_load(m->out + (d + l) * queries + q + u * LANES) * inverse.v[u];
+            for (int l = 0; l < TILE_ROWS; l++) row[l] = v_load(m->out + (d + l) * queries + q) * inverse;
             FMHA_NAME(transpose_words)((void *)row);
 #pragma GCC unroll 16
-            for (int l = 0; l < TILE_ROWS; l++) EACH_VECTOR(u) v_store(rows + l * width + d + u * LANES, row[l].v[u]);
+            for (int l = 0; l < TILE_ROWS; l++) v_store(rows + l * width + d, row[l]);
         }
         for (ptrdiff_t l = 0; l < TILE_ROWS && q + l < block->rows; l++) {
             ptrdiff_t r = q + l;

@@ -111,7 +111,7 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 
 /* max and min give b where either is NaN, as the x86 instructions do. v_round and v_scale (x * 2^n, n whole) exist in
  * AVX-512 alone: elsewhere the exponential works on the bits; v_fms where there are fused instructions. */
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !FMHA_PLAIN
 #if FMHA_REAL == 32
 #define X86_OP(name) X86_PASTE(X86_PREFIX, name, ps)
 #else
@@ -210,7 +210,7 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
 #define v_store_n(pointer, value, n) \
     do { if ((n) >= LANES) v_store(pointer, value); else FMHA_NAME(store_part)(pointer, value, n); } while (0)
 
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
 /* Lane l gets lane l + half, around the end. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
 {
@@ -358,7 +358,7 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(soft_capped)(VEC s, d
     return capped;
 }
 
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
 /* LANES rows of LANES become their columns: log2(LANES) rounds, each exchanging blocks of `size` lanes between rows. */
 static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[])
 {
