@@ -22,7 +22,7 @@ from fastmha._kernels cimport (
     fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
     fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
-    fmha_problem, fmha_run, fmha_set_control, fmha_task, fmha_valid_keys,
+    fmha_problem, fmha_run, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
 )
 
 
@@ -1278,6 +1278,137 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads,
     with nogil:
         fmha_pool_run(product_item, &s, items, scratch.threads)
     finish()
+
+
+ctypedef struct TileProduct:
+    const fmha_kernels *kernels
+    fmha_tile_product x
+    fmha_cut cut, of_a, of_b
+    fmha_array a, b, c
+    fmha_finish last
+    ptrdiff_t size_c, a_items
+    int element_a, element_b
+    bint trans_a, trans_b, by_head, large
+    char *tiles_a
+    char *tiles_b
+    char *scratch
+    ptrdiff_t scratch_size
+
+
+cdef enum:
+    PACKED_ROWS = 64            # of an operand of a product on matrix tiles, in an item that packs it
+
+
+cdef void pack_tiles_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """Some rows of op(a), or columns of op(b)."""
+    cdef TileProduct *s = <TileProduct *>context
+    cdef bint is_a = index < s.a_items
+    cdef fmha_item item = fmha_item_of(&s.of_a if is_a else &s.of_b, index if is_a else index - s.a_items)
+    cdef int large
+    if is_a:
+        large = s.kernels.pack_tiles(1, s.trans_a, s.element_a, s.x.parts_a, item.i0, item.rows, s.x.K, s.a.data,
+                                     leading(&s.a, s.x.M if s.trans_a else s.x.K), s.x.M, s.tiles_a)
+    else:
+        large = s.kernels.pack_tiles(0, not s.trans_b, s.element_b, s.x.parts_b, item.i0, item.rows, s.x.K, s.b.data,
+                                     leading(&s.b, s.x.K if s.trans_b else s.x.N), s.x.N, s.tiles_b)
+    if large:
+        s.large = True          # whoever writes it writes the same
+
+
+cdef void tile_product_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    cdef TileProduct *s = <TileProduct *>context
+    cdef fmha_item item = fmha_item_of(&s.cut, index)
+    cdef ptrdiff_t i0 = item.i0, j0 = item.j0, cols = item.cols, ldc = leading(&s.c, cols if s.by_head else s.x.N)
+    cdef char *c = s.c.data + (i0 * ldc + j0) * s.size_c
+    cdef fmha_finish last = s.last
+    if s.by_head:
+        c = s.c.data + (item.b * s.c.stride[0] + (j0 // cols if cols else 0) * s.c.stride[1] + i0 * ldc) * s.size_c
+        i0 += item.b * s.cut.rows
+    if last.bias != NULL:
+        last.bias += j0 * sizeof(float)
+    if last.residual != NULL:
+        last.residual += (i0 * last.ld + j0) * s.size_c
+    s.kernels.tile_gemm(&s.x, i0, item.rows, j0, cols, c, ldc, &last, s.scratch + worker * s.scratch_size)
+
+
+def has_tiles():
+    """Whether the kernels in use multiply on matrix tiles."""
+    return kernel_tables[0].tile_gemm != NULL
+
+
+def tiles_bytes(ptrdiff_t outer, ptrdiff_t terms, int parts):
+    """Bytes of an operand packed for matrix tiles: so many rows or columns of the result, terms of its sums, and parts."""
+    return parts * kernel_tables[0].tiles_size(outer, terms) * 2
+
+
+def pack_tiles(b, tiles, int parts, int threads):
+    """tiles (tiles_bytes(N, K, parts) bytes on a cache line) <- b (K, N) with unit last stride, of float32 or half precision (as
+    uint16: bfloat16), as second operand. Returns whether it can be used: no number is too large or not finite."""
+    cdef TileProduct s
+    cdef ptrdiff_t shape[4]
+    s.kernels = kernel_tables[0]
+    s.element_b = element_of(b.dtype)
+    read_array(b, &s.b, shape, b.dtype.itemsize, False)
+    s.x.K, s.x.N, s.x.M = shape[2], shape[3], 0
+    s.x.parts_b, s.trans_b, s.large, s.a_items = parts, False, False, 0
+    s.tiles_b = pointer(tiles, True)
+    s.of_b = fmha_matrices_cut(1, s.x.N, PACKED_ROWS, 1, 0)
+    with nogil:
+        fmha_pool_run(pack_tiles_item, &s, fmha_items(&s.of_b), threads)
+    finish()
+    return not s.large
+
+
+def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, int parts, packed=None, int activation=0, residual=None):
+    """c := activation(op(a) @ op(b) + bias) + residual on matrix tiles; a, b, c of float32 or half precision (bfloat16 as uint16), bias
+    of float32, residual as c. packed: b from `pack_tiles`, and b may be None. slices of multiples of 16 rows and columns, but heads'
+    widths need only be multiples of 16. Returns False, with c undefined, where some number is too large or not finite."""
+    cdef TileProduct s
+    cdef ptrdiff_t shape[4]
+    cdef ptrdiff_t slice_rows, slice_cols, bytes_a, bytes_b = 0
+    cdef fmha_array added
+    cdef Scratch shared, scratch
+    s.kernels = kernel_tables[0]
+    s.trans_a, s.trans_b, s.large = trans_a, trans_b, False
+    s.element_a, s.x.type_c, s.size_c = element_of(a.dtype), element_of(c.dtype), c.dtype.itemsize
+    read_array(a, &s.a, shape, a.dtype.itemsize, False)
+    s.x.M, s.x.K = (shape[3], shape[2]) if trans_a else (shape[2], shape[3])
+    s.x.parts_a = 1 if s.element_a == FMHA_BFLOAT else parts
+    s.x.parts_b = parts
+    if b is not None:
+        s.element_b = element_of(b.dtype)
+        read_array(b, &s.b, NULL, b.dtype.itemsize, False)
+        s.x.parts_b = 1 if s.element_b == FMHA_BFLOAT else parts
+    read_array(c, &s.c, shape, s.size_c, True)
+    s.by_head = c.ndim == 4
+    slice_rows, slice_cols = slices
+    s.x.N = shape[1] * slice_cols if s.by_head else shape[3]
+    s.last.bias = pointer(bias, False) if bias is not None else NULL
+    s.last.residual, s.last.ld, s.last.activation = NULL, 0, activation
+    if residual is not None:
+        read_array(residual, &added, NULL, s.size_c, False)
+        s.last.residual, s.last.ld = added.data, added.stride[2]
+    bytes_a = s.x.parts_a * s.kernels.tiles_size(s.x.M, s.x.K) * 2
+    if packed is None:
+        bytes_b = s.x.parts_b * s.kernels.tiles_size(s.x.N, s.x.K) * 2
+    shared = Scratch(bytes_a + bytes_b, 1)
+    s.tiles_a, s.tiles_b = shared.start, shared.start + bytes_a
+    if packed is not None:
+        s.tiles_b = pointer(packed, False)
+    s.x.a, s.x.b = s.tiles_a, s.tiles_b
+    s.of_a = fmha_matrices_cut(1, s.x.M, PACKED_ROWS, 1, 0)
+    s.of_b = fmha_matrices_cut(1, s.x.N if packed is None else 0, PACKED_ROWS, 1, 0)
+    s.a_items = fmha_items(&s.of_a)
+    s.cut = fmha_matrices_cut(shape[0], shape[2], slice_rows, s.x.N, slice_cols)
+    cdef ptrdiff_t items = fmha_items(&s.cut)
+    scratch = scratch_for(64 * 4 * (slice_rows + 16), items, threads)
+    s.scratch, s.scratch_size = scratch.start, scratch.size
+    with nogil:
+        fmha_pool_run(pack_tiles_item, &s, s.a_items + fmha_items(&s.of_b), threads)
+        if not s.large:
+            fmha_pool_run(tile_product_item, &s, items, scratch.threads)
+    finish()
+    return not s.large
 
 
 cdef enum:

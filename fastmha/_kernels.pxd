@@ -66,6 +66,12 @@ cdef extern from "csrc/fastmha.h" nogil:
 
     fmha_finish fmha_finish_at(const fmha_finish *, ptrdiff_t m, ptrdiff_t n, size_t itemsize)
 
+    ctypedef struct fmha_tile_product:
+        const void *a
+        const void *b
+        ptrdiff_t M, N, K
+        int parts_a, parts_b, type_c
+
     ctypedef struct fmha_norm:
         ptrdiff_t width
         double eps
@@ -120,6 +126,10 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*gradient_shared)(const fmha_problem *) noexcept nogil
         void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_scratch)(const fmha_problem *, int) noexcept nogil
+        ptrdiff_t (*tiles_size)(ptrdiff_t, ptrdiff_t) noexcept nogil
+        int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t, void *) noexcept nogil
+        void (*tile_gemm)(const fmha_tile_product *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const fmha_finish *,
+                          void *) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil

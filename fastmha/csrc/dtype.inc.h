@@ -15,6 +15,9 @@
 #include "backward.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
+#if FMHA_TILES && FMHA_REAL == 32
+#include "matrix_gemm.inc.h"
+#endif
 
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
@@ -61,6 +64,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .gradient_shared = FMHA_NAME(gradient_shared),
     .matrix_backward = FMHA_NAME(matrix_backward),
     .gradient_scratch = FMHA_NAME(gradient_scratch),
+    .tiles_size = FMHA_NAME(tiles_size),
+    .pack_tiles = FMHA_NAME(pack_tiles),
+    .tile_gemm = FMHA_NAME(tile_gemm),
 #endif
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),

@@ -403,15 +403,16 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
     for (ptrdiff_t k = 0; k < depth; k++, a += TILE_SIZE, b += TILE_SIZE)
 #pragma GCC unroll 2
         for (int of_a = 0; of_a < a_parts; of_a++) {
-            t_load(t, 4, a + of_a * first->plane);
-            if (rows > 1) t_load(t, 5, a + of_a * first->plane + a_step);
+            t_load(t, 4, a + of_a * first->plane);      /* each load between products that do not wait for it */
+            if (rows > 1 && b_parts > 1) t_load(t, 5, a + of_a * first->plane + a_step);
 #pragma GCC unroll 2
             for (int of_b = 0; of_b < (b_parts < most - of_a ? b_parts : most - of_a); of_b++) {
                 t_load(t, 6, b + of_b * second->plane);
                 t_multiply_add(t, 0, 4, 6);
-                if (rows > 1) t_multiply_add(t, 2, 5, 6);
                 if (columns > 1) t_load(t, 7, b + of_b * second->plane + b_step);
                 if (columns > 1) t_multiply_add(t, 1, 4, 7);
+                if (rows > 1 && b_parts == 1) t_load(t, 5, a + of_a * first->plane + a_step);
+                if (rows > 1) t_multiply_add(t, 2, 5, 6);
                 if (rows > 1 && columns > 1) t_multiply_add(t, 3, 5, 7);
             }
         }
@@ -456,6 +457,21 @@ static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t
         OF_PARTS(2, 2);
     }
 #undef OF_PARTS
+}
+
+/* Rows of sums into c of an element type. */
+static void FMHA_NAME(store_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, const float *sums, ptrdiff_t ld, char *c, ptrdiff_t ldc)
+{
+#if FMHA_TILE_UNIT
+    if (type == FMHA_BFLOAT && columns % TILE_TERMS == 0) {
+        for (ptrdiff_t i = 0; i < rows; i++)
+            for (ptrdiff_t d = 0; d < columns; d += TILE_TERMS)
+                _mm512_storeu_si512(c + 2 * (i * ldc + d), (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(sums + i * ld + d + 16),
+                                                                                        _mm512_loadu_ps(sums + i * ld + d)));
+        return;
+    }
+#endif
+    FMHA_NAME(store_rows)(type, rows, columns, sums, ld, c, ldc);
 }
 
 /* ------------------------------------------------------------------------------------------------------------- 2 to the x */

@@ -372,7 +372,7 @@ static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NA
                 odd |= (uint64_t)1 << r;
                 continue;
             }
-            FMHA_NAME(store_rows)(p->element, 1, p->Dv, rows + l * width, 0,
+            FMHA_NAME(store_sums)(p->element, 1, p->Dv, rows + l * width, 0,
                                   FMHA_NAME(row_in)(p->element, &run->out, block->b, block->head[r], block->query[r]), 0);
             FMHA_NAME(write_lse)(run, block, r, FMHA_NAME(natural_scores)(p) ? m->peak[r] : m->peak[r] * (REAL)0x1.62e42fefa39efp-1, m->total[r]);
         }
