@@ -36,7 +36,7 @@ LAYOUTS = ("BHLD", "BLHD")
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
-all_dtypes = pytest.mark.parametrize("dtype", (*DTYPES, *HALVES), ids=lambda dtype: dtype.__name__)
+all_dtypes = pytest.mark.parametrize("dtype", [*DTYPES, *HALVES], ids=lambda dtype: dtype.__name__)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 algorithms = pytest.mark.parametrize("algorithm", NAMED)
 

@@ -11,6 +11,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from support import (
     ISAS,
+    all_dtypes,
     assert_close,
     assert_same,
     bits,
@@ -156,7 +157,7 @@ def test_softcap_and_scale(isa, dtype, rng):
         check(*draw(rng, 2, 4, 2, 2, 130, 7, 6, dtype), **extra)
 
 
-@dtypes
+@all_dtypes
 def test_empty_rows_are_zeros_and_minus_infinity(isa, dtype, rng):
     q, k, v, _ = draw(rng, 2, 4, 2, 2, 600, 6, 5, dtype)
     mask = np.zeros((1, 4, 2, 1), bool)
@@ -203,7 +204,7 @@ def test_any_strides(dtype, kind, rng):
             check(*changed)
 
 
-@dtypes
+@all_dtypes
 def test_out_of_any_strides_is_written_and_nothing_beside_it(isa, dtype, rng):
     for Dv in (1, 5, 16):
         q, k, v, g = draw(rng, 2, 4, 2, 2, 70, 8, Dv, dtype)
@@ -235,7 +236,7 @@ def test_empty_axes(isa, dtype, axes, rng):
 POISONS = (np.nan, np.inf, -np.inf)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("rules", [name for name in RULES if name != "plain"])
 @pytest.mark.parametrize("kind", ["none", "bool", "additive"])
 def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, rng):
@@ -257,7 +258,7 @@ def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, rng):
             assert np.array_equal(bits(x)[gone[..., j]], bits(y)[gone[..., j]])
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}], ids=["plain", "softcap"])
 @pytest.mark.parametrize("operand", ["k", "v", "q"])
 def test_an_attended_nan_reaches_exactly_its_rows(isa, dtype, operand, extra, rng):
@@ -279,7 +280,7 @@ def test_an_attended_nan_reaches_exactly_its_rows(isa, dtype, operand, extra, rn
         assert np.array_equal(np.isnan(lse), rows & (operand != "v"))
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("poison", POISONS)
 def test_one_poisoned_element_of_a_value_stays_in_its_column(isa, dtype, poison, rng):
     """In its place all over, and every other element keeps its bits, also those of the rows that attend it."""
@@ -322,7 +323,7 @@ def test_an_average_of_large_finite_values_is_finite(isa, dtype, Lk, rng):
     np.testing.assert_allclose((out / largest).astype(np.float64), wide.astype(np.float64), rtol=0, atol=1e-5)
 
 
-@dtypes
+@all_dtypes
 def test_scores_beyond_exp_stay_finite(isa, dtype, rng):
     for size in (30.0, 1e4):
         q, k, v, _ = ((size * np.sign(x)).astype(dtype) for x in draw(rng, 2, 2, 2, 2, 600, 16, 4))
@@ -344,7 +345,7 @@ PROBLEMS = {
 problems = pytest.mark.parametrize("name", PROBLEMS)
 
 
-@dtypes
+@all_dtypes
 @problems
 def test_n_threads_agnosticism(isa, dtype, name, rng):
     shape, keywords = PROBLEMS[name]
@@ -354,7 +355,7 @@ def test_n_threads_agnosticism(isa, dtype, name, rng):
         assert_same(one, decode(q, k, v, num_threads=threads, **keywords))
 
 
-@dtypes
+@all_dtypes
 @problems
 def test_the_same_bits_from_run_to_run(isa, dtype, name, rng):
     shape, keywords = PROBLEMS[name]
@@ -366,7 +367,7 @@ def test_the_same_bits_from_run_to_run(isa, dtype, name, rng):
     assert_same(first, decode(*[np.ascontiguousarray(x) for x in arrays], **keywords))
 
 
-@dtypes
+@all_dtypes
 @problems
 def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
     shape, keywords = PROBLEMS[name]
@@ -389,7 +390,7 @@ def test_batch_agnosticism_whatever_the_other_rows_hold(isa, dtype, rng):
             assert_same([x[1] for x in clean], [x[1] for x in decode(*changed)])
 
 
-@dtypes
+@all_dtypes
 def test_the_other_heads_of_a_group_do_not_change_a_heads_bits(isa, dtype, rng):
     for H, D, Dv in ((8, 16, 16), (7, 33, 5)):
         q, k, v, _ = draw(rng, 1, H, 1, 1, 700, D, Dv, dtype)
@@ -398,7 +399,7 @@ def test_the_other_heads_of_a_group_do_not_change_a_heads_bits(isa, dtype, rng):
             assert_same([x[:, h : h + 1] for x in together], decode(q[:, h : h + 1], k, v))
 
 
-@dtypes
+@all_dtypes
 @problems
 def test_instruction_sets_agree_to_rounding(dtype, name, rng):
     shape, keywords = PROBLEMS[name]
@@ -414,7 +415,7 @@ def test_instruction_sets_agree_to_rounding(dtype, name, rng):
             assert np.abs(np.where(same, 0, x) - np.where(same, 0, y)).max() <= bound
 
 
-@dtypes
+@all_dtypes
 def test_decode_and_tiled_agree_to_rounding(isa, dtype, rng):
     arrays = draw(rng, 2, 4, 2, 3, 600, 16, 9, dtype)
     keywords = {"is_causal": True, "offset": 590}
@@ -448,7 +449,7 @@ def test_lse_is_the_natural_logarithm_of_the_sum_of_exponentials(isa, dtype, rng
     np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(axis=-1)), rtol=0, atol=200 * np.finfo(dtype).eps)
 
 
-@dtypes
+@all_dtypes
 def test_the_backward_pass_takes_what_decode_returned(isa, dtype, rng):
     q, k, v, g = draw(rng, 2, 4, 2, 2, 130, 8, 5, dtype)
     out, lse = decode(q, k, v)

@@ -16,7 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
-from support import Guard, Pages, assert_same, dtypes, guards, run, same_bits
+from support import (
+    Guard,
+    Pages,
+    all_dtypes,
+    assert_same,
+    guards,
+    run,
+    same_bits,
+)
 
 import fastmha
 from fastmha import _core, algorithms, validate
@@ -129,7 +137,7 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
 
 
 @pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
-@dtypes
+@all_dtypes
 @guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_attention_of_every_length_stays_inside(isa, dtype, kind, poison, rng):
@@ -141,7 +149,7 @@ def test_attention_of_every_length_stays_inside(isa, dtype, kind, poison, rng):
         case(rng, Guard(kind), L, 2, 1 + L % 2, Lq, L, D, Dv, dtype, layout, poison)
 
 
-@dtypes
+@all_dtypes
 @guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):
@@ -152,7 +160,7 @@ def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):
 
 
 @pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # masks of one key
-@dtypes
+@all_dtypes
 @guards
 def test_attention_around_the_edges_of_tiles_and_chunks_stays_inside(isa, dtype, kind, rng):
     lengths = (64, 191), (63, 192), (65, 193), (1, 511), (2, 513), (129, 385), (3, 575), (31, 127)
@@ -161,7 +169,7 @@ def test_attention_around_the_edges_of_tiles_and_chunks_stays_inside(isa, dtype,
         case(rng, Guard(kind), n + 3, 3, 1, Lq, Lk, 16, 8, dtype, "BLHD", n % 2 == 0)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("start", [512, 513, 640, 767])
 def test_blocks_of_keys_before_the_start_of_a_range_are_not_read(isa, dtype, start, rng):
     """The first 512 keys and values lie in pages that may not be touched."""
@@ -197,7 +205,7 @@ def both(q, k, v, g, algorithm, **keywords):
 # --------------------------------------------------------------------------------------------- products and row kernels
 
 
-@dtypes
+@all_dtypes
 @guards
 @pytest.mark.parametrize("transposes", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
 def test_products_stay_inside(isa, dtype, kind, transposes, rng):
@@ -217,7 +225,7 @@ def test_products_stay_inside(isa, dtype, kind, transposes, rng):
             assert np.abs(c - wanted).max() <= np.finfo(dtype).eps * (4 * k + 8) * 25
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("kind", ["end", "start"])
 def test_row_kernels_stay_inside(isa, dtype, kind, rng):
     for n in range(1, 71):
@@ -253,7 +261,7 @@ def test_row_kernels_stay_inside(isa, dtype, kind, rng):
             assert same_bits(sums[: 1 + centered], plain_sums[: 1 + centered])
 
 
-@dtypes
+@all_dtypes
 @guards
 def test_packing_stays_inside(isa, dtype, kind, rng):
     for L, width in ((1, 1), (3, 7), (63, 5), (64, 16), (65, 17), (70, 33)):

@@ -17,6 +17,7 @@ from support import (
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     check,
     draw,
@@ -43,7 +44,7 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129)
 # --------------------------------------------------------------------------------------------------- lengths and widths
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("Lq", "other"), [*zip(LENGTHS, LENGTHS[7:] + LENGTHS[:7], strict=True)])
 def test_every_length(isa, dtype, algorithm, Lq, other, rng):
@@ -51,7 +52,7 @@ def test_every_length(isa, dtype, algorithm, Lq, other, rng):
         check(*draw(rng, 1, 2, 2, Lq, Lk, 8, 8, dtype), algorithm=algorithm)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(
     ("D", "Dv"), [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2), (7, 16), (16, 7), (17, 31), (33, 64), (64, 65), (0, 3)]
@@ -60,14 +61,14 @@ def test_every_width(isa, dtype, algorithm, D, Dv, rng):
     check(*draw(rng, 2, 2, 1, 9, 11, D, Dv, dtype), algorithm=algorithm)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("H", "Hkv"), [(1, 1), (3, 3), (4, 2), (6, 2), (5, 1)])
 def test_grouped_heads_read_their_own_keys(dtype, algorithm, H, Hkv, rng):
     check(*draw(rng, 2, H, Hkv, 6, 7, 4, 3, dtype), algorithm=algorithm, is_causal=True, offset=1)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_many_blocks_of_rows(isa, dtype, algorithm, rng):
     """So many keys that the queries are taken in several blocks, the last one short."""
@@ -138,14 +139,14 @@ EXTRAS = {
 }
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("kind", masks(np.float32))
 def test_every_mask(isa, dtype, algorithm, kind, rng):
     check(*draw(rng, B, H, 2, LQ, LK, 5, 3, dtype), algorithm=algorithm, mask=masks(dtype)[kind])
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("band", BANDS)
 def test_every_band_and_padding(isa, dtype, algorithm, band, rng):
@@ -161,7 +162,7 @@ TOGETHER = [      # every two of them meet
 ]
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("band", "kind", "extra"), TOGETHER)
 def test_masks_bands_scale_and_softcap_together(isa, dtype, algorithm, band, kind, extra, rng):
@@ -330,7 +331,7 @@ def test_lists_are_arrays_of_float64():
     assert out == 4
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("axes", ["B", "H", "Hkv H", "Lq", "Lk", "D", "Dv", "Lq Lk", "D Dv", "B H Hkv Lq Lk D Dv"])
 def test_empty_axes(isa, dtype, algorithm, axes, rng):

@@ -2,7 +2,16 @@
 
 import numpy as np
 import pytest
-from support import assert_gradient, bits, draw, dtypes, layouts, padded, same_bits
+from support import (
+    all_dtypes,
+    assert_gradient,
+    bits,
+    draw,
+    dtypes,
+    layouts,
+    padded,
+    same_bits,
+)
 
 import fastmha
 from fastmha import reference
@@ -80,7 +89,7 @@ def test_weights_sum_to_one_per_head_and_are_lower_triangular_where_causal(isa, 
     assert (weights[..., 0, 0] == 1).all()
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize(("B", "n", "m", "d"), [(0, 3, 3, 2), (2, 0, 3, 2), (2, 3, 0, 2), (2, 3, 3, 0)])
 def test_textbook_functions_of_empty_arrays(dtype, B, n, m, d):
     output, weights = fastmha.scaled_dot_product_attention(

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_same, draw, dtypes, error_bounds, in_float64, layouts, padded, same_bits
+from support import (
+    assert_same,
+    draw,
+    dtypes,
+    error_bounds,
+    in_float64,
+    layouts,
+    padded,
+    same_bits,
+)
 
 import fastmha
 from fastmha import reference

@@ -18,6 +18,7 @@ from support import (
     ISAS,
     NAMED,
     Guard,
+    all_dtypes,
     assert_close,
     assert_same,
     bits,
@@ -185,7 +186,7 @@ def test_one_sequence(isa, algorithm, n, rng):
                                                         algorithm=algorithm)[:2]))  # fmt: skip
 
 
-@dtypes
+@all_dtypes
 @everywhere
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 def test_no_sequence_and_none_with_tokens(isa, dtype, algorithm, lengths, rng):
@@ -286,7 +287,7 @@ def test_gradients_are_central_differences(algorithm, rng):
 
 
 @every_isa
-@dtypes
+@all_dtypes
 @everywhere
 def test_no_bit_depends_on_another_sequence_whatever_it_holds(isa, dtype, algorithm, rng):
     lengths_q, lengths_k = (7, 16, 0, 1, 9), (70, 193, 4, 300, 9)
@@ -333,7 +334,7 @@ def test_sequences_of_one_length_are_a_batch(isa, algorithm, rng):
     assert same_bits(found[5], batch[5])
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True, "softcap": 2.0}, {"dropout": 0.2, "seed": 1}], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_long_sequence_beside_short_ones_is_split_among_threads_with_the_same_bits(isa, dtype, rules, sinks, rng, monkeypatch):
@@ -461,7 +462,7 @@ def test_keys_of_one_head_broadcast_are_those_of_each(isa, algorithm, rng):
 
 
 @everywhere
-@dtypes
+@all_dtypes
 def test_out_is_written_wherever_it_lies(isa, dtype, algorithm, rng):
     lengths = (3, 0, 16, 9)
     q, k, v, _ = draw(rng, lengths, dtype=dtype)
