@@ -46,6 +46,16 @@ def rng():
     return np.random.default_rng(0)
 
 
+def computed(dtype):
+    """What operands of a dtype are computed in."""
+    return np.dtype(np.float32) if dtype in HALVES else np.dtype(dtype)
+
+
+def eps(dtype):
+    """From 1 to the next number of a dtype."""
+    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
+
+
 def normal(*shape, seed=1, dtype=np.float64):
     """An array drawn from the normal distribution; one seed, one array."""
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
@@ -145,7 +155,7 @@ class Pages:
         assert n * x.itemsize <= self.ROOM
         first = self.PAGE + (self.ROOM - n * x.itemsize if kind.startswith("end") else 0)
         flat = np.frombuffer(self.memory, x.dtype, n, first)
-        if x.dtype.kind == "f":
+        if x.dtype.kind in "fV":
             flat[...] = np.nan
         view = as_strided(flat, x.shape, [s * x.itemsize for s in strides[: x.ndim]])
         view[...] = x
@@ -354,8 +364,7 @@ def assert_dtypes(results, names, q, k, keywords):
     """Those of the operands that they belong to; lse is what is computed in."""
     given = {"grad_sinks": keywords.get("sinks"), "grad_mask": keywords.get("mask"), "grad_k": k, "grad_v": k}
     for name, x in zip(names, results, strict=True):
-        computed = np.float32 if q.dtype in HALVES else q.dtype
-        assert x.dtype == (computed if name == "lse" else given.get(name, q).dtype), name
+        assert x.dtype == (computed(q.dtype) if name == "lse" else given.get(name, q).dtype), name
 
 
 def difference(loss, x, at, step=1e-5):

@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 import support
 from support import (
+    HALVES,
     Guard,
     Pages,
     all_dtypes,
     assert_same,
+    computed,
+    dtypes,
+    eps,
     guards,
     run,
     same_bits,
@@ -113,11 +117,13 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
     # lse and weights are contiguous in any case.
     own = Guard("start" if guard.kind == "start" else "end")
     own.used = guard.used
-    lse, weights = own.empty((B, H, Lq), dtype), own.empty((B, H, Lq, Lk), dtype)
+    wide = computed(dtype)
+    lse, weights = own.empty((B, H, Lq), wide), own.empty((B, H, Lq, Lk), wide)
     bias = {"need_bias_grad": True} if "sinks" in keywords else {}
     grad_mask = own.empty(problem.additive_mask.shape, dtype) if bias else None
-    states = own.empty((B, H, Lq, _core.ROW_STATE), dtype)
+    states = own.empty((B, H, Lq, _core.ROW_STATE), wide)
     plain = [x.copy() for x in arrays]
+    slack = 8 * eps(dtype) if dtype in HALVES else 0    # of numbers of size 8, rounded otherwise
     for name in ("tiled", "blas"):
         expected = run(fastmha, *plain, algorithm=name, **keywords, **bias)
         algorithms.forward(name, problem, by_head(out), lse, weights, 1)
@@ -126,9 +132,10 @@ def case(rng, guard, n, H, Hkv, Lq, Lk, D, Dv, dtype, layout, poison):
         results = (out, lse, *grads, *((of_sinks, grad_mask) if bias else ()))
         if name == "tiled":
             assert_same(results, expected)
-            _core.tiled_backward(problem, by_head(out), lse, by_head(g), *(by_head(x) for x in grads), states, 0, 1)
+            of_out, of_g, *of_grads = (validate.bits(by_head(x)) for x in (out, g, *grads))
+            _core.tiled_backward(problem, of_out, lse, of_g, *of_grads, states, 0, 1)
         for x, y in zip(results, expected, strict=True):  # by BLAS: another address may round otherwise
-            np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(dtype).eps)
+            np.testing.assert_allclose(x.astype(wide), y.astype(wide), rtol=0, atol=1000 * np.finfo(wide).eps + slack)
     if Lq * H // Hkv <= 64:
         expected = fastmha.attention(*plain[:3], algorithm="decode", return_lse=True, **keywords)
         algorithms.forward("decode", problem, by_head(out), lse, None, 1)
@@ -205,7 +212,7 @@ def both(q, k, v, g, algorithm, **keywords):
 # --------------------------------------------------------------------------------------------- products and row kernels
 
 
-@all_dtypes
+@dtypes
 @guards
 @pytest.mark.parametrize("transposes", list(itertools.product([False, True], repeat=2)), ids=["NN", "NT", "TN", "TT"])
 def test_products_stay_inside(isa, dtype, kind, transposes, rng):
@@ -225,7 +232,7 @@ def test_products_stay_inside(isa, dtype, kind, transposes, rng):
             assert np.abs(c - wanted).max() <= np.finfo(dtype).eps * (4 * k + 8) * 25
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("kind", ["end", "start"])
 def test_row_kernels_stay_inside(isa, dtype, kind, rng):
     for n in range(1, 71):

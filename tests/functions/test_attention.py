@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from support import (
     DTYPES,
+    HALVES,
     ISAS,
     LAYOUTS,
     NAMED,
@@ -252,6 +253,8 @@ def strange(kind, rng, shape, dtype):
         return x[::-1, ::-1, ::-1, ::-1]
     if kind == "step":
         return np.repeat(x, 3, axis=3)[..., ::3]
+    if kind == "complex part" and dtype in HALVES:
+        return np.stack((x, x), axis=-1)[..., 1]
     if kind == "complex part":
         return (x + 1j * x).astype(np.result_type(dtype, np.complex64)).imag
     if kind == "overlapping":
@@ -302,7 +305,7 @@ def shapes_of(layout, B, H, Hkv, Lq, Lk, D, Dv):
     return shapes if layout == "BHLD" else [(b, length, h, d) for b, h, length, d in shapes]
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("kind", STRANGE)
 def test_any_strides(dtype, algorithm, kind, rng):
@@ -358,7 +361,7 @@ def test_without_keys_width_the_keys_share_equally(rng):
 # ----------------------------------------------------------------------------------------------------------------- out=
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(
     "kind",

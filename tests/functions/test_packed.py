@@ -22,7 +22,6 @@ from support import (
     assert_close,
     assert_same,
     bits,
-    dtypes,
     every_isa,
     guards,
     padded,
@@ -121,8 +120,9 @@ def check(q, k, v, g, lengths_q, lengths_k=None, bounded=True, **keywords):
     before = [x.copy() for x in inputs]
     results = run(fastmha, q, k, v, g, lengths_q, lengths_k, **keywords)
     assert_same(inputs, before)
+    names = (*support.RESULTS, "grad_sinks")
+    support.assert_dtypes(results, names[: len(results)], q, k, keywords)
     for x in results:
-        assert x.dtype == q.dtype
         assert x.flags.writeable
         assert x.flags.c_contiguous
         assert not any(np.may_share_memory(x, y) for y in (*inputs, *results) if y is not x)
@@ -142,14 +142,14 @@ def assert_same_but_for_blas(algorithm, results, expected):
         assert_same(results, expected)
         return
     for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(x.dtype).eps)
+        np.testing.assert_allclose(x, y, rtol=0, atol=1000 * support.eps(x.dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------- the oracle
 
 
 @every_isa
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (70, 40)}, {"softcap": 2.0}], ids=str)
 def test_lengths_around_the_edges_of_vectors_blocks_and_tiles(isa, dtype, rules, rng):
     arrays = draw(rng, EDGES, H=2, Hkv=1, dtype=dtype)
@@ -158,7 +158,7 @@ def test_lengths_around_the_edges_of_vectors_blocks_and_tiles(isa, dtype, rules,
 
 
 @every_isa
-@dtypes
+@all_dtypes
 def test_other_lengths_of_keys_than_of_queries(isa, dtype, rng):
     lengths_q, lengths_k = (3, 0, 70, 1, 130, 0, 9), (200, 5, 0, 191, 64, 0, 1)
     arrays = draw(rng, lengths_q, lengths_k, H=4, Hkv=2, dtype=dtype)
@@ -168,7 +168,7 @@ def test_other_lengths_of_keys_than_of_queries(isa, dtype, rng):
 
 
 @every_isa
-@dtypes
+@all_dtypes
 def test_few_queries_on_keys_around_the_edges_of_chunks(isa, dtype, rng):
     lengths_q, lengths_k = (1, 2, 0, 1, 3, 1, 16, 1), (512, 511, 9, 513, 1025, 0, 70, 1)
     arrays = draw(rng, lengths_q, lengths_k, H=4, Hkv=1, D=6, dtype=dtype)
@@ -393,7 +393,7 @@ def test_defaults_are_those_of_attention(rng):
 
 
 @every_isa
-@dtypes
+@all_dtypes
 @guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_nothing_outside_the_arrays_is_touched(isa, dtype, kind, poison, rng):
@@ -422,7 +422,7 @@ def test_nothing_outside_the_arrays_is_touched(isa, dtype, kind, poison, rng):
                 assert_same_but_for_blas(algorithm, results, wanted)
 
 
-@dtypes
+@all_dtypes
 @everywhere
 def test_arrays_may_lie_in_every_way(isa, dtype, algorithm, rng):
     lengths_q, lengths_k = (3, 0, 16, 1), (70, 2, 0, 193)
