@@ -242,7 +242,9 @@ def attention_backward(
     grad_out, out = validate.usable(validate.bits(grad_out))[0], validate.usable(validate.bits(out))[0]
     grads = algorithms.gradients(problem, shape(H, Lq, D), shape(Hkv, Lk, D), shape(Hkv, Lk, Dv))
     grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
-    grad_mask = np.empty(problem.additive_mask.shape, validate.as_array("mask", mask).dtype) if need_bias_grad else None
+    grad_mask = None
+    if need_bias_grad and problem.additive_mask is not None:
+        grad_mask = np.empty(problem.additive_mask.shape, validate.as_array("mask", mask).dtype)
     grad_sinks = algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")),
                                      _by_head(grad_out, layout), grad_q, grad_k, grad_v, workers, grad_mask)
     if grad_sinks is not None:
@@ -592,6 +594,9 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     if validate.is_half(dtype) or validate.is_half(of_k) or validate.is_half(of_v):      # their projections are float32
         validate.same_dtype("k", validate.as_array("k", k), "q", dtype)
         validate.same_dtype("v", validate.as_array("v", v), "q", dtype)
+    if mask is not None:
+        mask = validate.as_array("mask", mask)
+        mask = validate.cast(mask, Q.dtype) if mask.dtype == dtype else mask
     q, k, v = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
     problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     B, H, _, Lq, _, _, Dv = problem.shape

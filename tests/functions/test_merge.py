@@ -247,7 +247,9 @@ def zeros(*shape, dtype=np.float64):
 ERRORS = {
     "layout": ({"layout": "BDLH"}, ValueError, r'layout must be "BHLD" or "BLHD", got \'BDLH\''),
     "out1 of three axes": ({"out1": zeros(2, 3, 4)}, ValueError, r'out1 must have 4 axes \(B, H, L, D\) for layout "BHLD"'),
-    "out1 of integers": ({"out1": np.zeros((2, 3, 4, 5), int)}, TypeError, r"out1 must be float32 or float64.*got int64"),
+    "out1 of integers": (
+        {"out1": np.zeros((2, 3, 4, 5), int)}, TypeError, r"out1 must be float32, float64, float16 or bfloat16.*got int64"
+    ),
     "out2 of another dtype": (
         {"out2": zeros(2, 3, 4, 5, dtype=np.float32)}, TypeError, r"out2 has dtype float32 but out1 has float64",
     ),
