@@ -227,8 +227,8 @@ def attention_backward(
     exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
     lse exceeds those by more than rounding, because it was taken over more keys.
 
-    For half precision out has been rounded: "tiled" takes rowsum(P ∘ dP) from grad_out and out, with that rounding in it; "blas" adds
-    it up anew.
+    For half precision out has been rounded: "tiled" takes rowsum(P ∘ dP) from grad_out and out, with that rounding in it; "blas"
+    adds it up anew.
     """
     rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
                   alibi, dropout, seed)
@@ -267,7 +267,8 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
     Parameters
     ----------
     out1, out2 : (B, H, Lq, Dv) arrays of one dtype, (B, Lq, H, Dv) with ``layout="BLHD"``
-        float32, float64, float16 or bfloat16. What `attention` returned for the same queries and each set of keys and values. Any strides.
+        float32, float64, float16 or bfloat16. What `attention` returned for the same queries and each set of keys and values. Any
+        strides.
     lse1, lse2 : (B, H, Lq) arrays of the dtype of out1, of float32 where that is of half precision
         The log-sum-exps that it returned with ``return_lse=True``.
     layout : {"BHLD", "BLHD"}
@@ -556,7 +557,8 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     Parameters
     ----------
     q, k, v : (B, Lq, d_model), (B, Lk, d_model), (B, Lk, d_model) arrays
-        One dtype, with the weights: float32, float64, float16 or bfloat16. The latter two are computed in float32 up to the output.
+        One dtype, with the weights: float32, float64, float16 or bfloat16. The latter two are computed in float32 up to the
+        output.
     num_heads : int
     weights : dict
         W_Q, W_K, W_V (d_model, ·), W_O (·, d_out), and optionally biases b_Q, b_K, b_V, b_O; matrices are (in, out).
