@@ -67,14 +67,14 @@ def test_every_length_of_keys(isa, dtype, Lk, rng):
         check(*draw(rng, 2, H, Hkv, Lq, Lk, 9, 8, dtype))
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("Lq", range(1, 6))
 def test_every_number_of_rows(isa, dtype, group, Lq, rng):
     check(*draw(rng, 1, 2 * group, 2, Lq, 67, 8, 5, dtype), is_causal=True, offset=67 - Lq)
 
 
-@all_dtypes
+@dtypes
 def test_as_many_rows_as_it_takes(isa, dtype, rng):
     for H, Lq in ((1, 64), (64, 1), (8, 8), (3, 21)):
         assert H * Lq <= DECODE_ROWS_MAX
@@ -393,7 +393,7 @@ def test_batch_agnosticism_whatever_the_other_rows_hold(isa, dtype, rng):
             assert_same([x[1] for x in clean], [x[1] for x in decode(*changed)])
 
 
-@all_dtypes
+@dtypes
 def test_the_other_heads_of_a_group_do_not_change_a_heads_bits(isa, dtype, rng):
     for H, D, Dv in ((8, 16, 16), (7, 33, 5)):
         q, k, v, _ = draw(rng, 1, H, 1, 1, 700, D, Dv, dtype)

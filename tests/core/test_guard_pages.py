@@ -156,7 +156,7 @@ def test_attention_of_every_length_stays_inside(isa, dtype, kind, poison, rng):
         case(rng, Guard(kind), L, 2, 1 + L % 2, Lq, L, D, Dv, dtype, layout, poison)
 
 
-@all_dtypes
+@dtypes
 @guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_attention_of_every_width_stays_inside(isa, dtype, kind, poison, rng):

@@ -21,6 +21,7 @@ from support import (
     bits,
     check,
     draw,
+    dtypes,
     layouts,
     oracle,
     run,
@@ -45,7 +46,7 @@ def check_decode(q, k, v, g, **keywords):
 # ----------------------------------------------------------------------------------------------------------- the oracle
 
 
-@all_dtypes
+@dtypes
 @algorithms
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True, "offset": 130}, {"window": (70, 40), "offset": 65}, {"softcap": 2.0}])
 def test_starts_around_the_edges_of_vectors_blocks_and_tiles(isa, dtype, algorithm, rules, rng):
@@ -54,7 +55,7 @@ def test_starts_around_the_edges_of_vectors_blocks_and_tiles(isa, dtype, algorit
     check(*arrays, key_ranges=(np.array(STARTS), np.sort(rng.integers(STARTS, 201))), algorithm=algorithm, **rules)
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("Lq", [1, 3])
 def test_starts_around_the_edges_of_the_chunks_of_decode(isa, dtype, Lq, rng):
     starts = np.array([0, 1, 63, 64, 255, 256, 257, 511, 512, 513, 767, 769, 1023, 1025, 1100])
@@ -64,7 +65,7 @@ def test_starts_around_the_edges_of_the_chunks_of_decode(isa, dtype, Lq, rng):
     check_decode(*arrays, key_ranges=(starts, 1100), is_causal=True, offset=np.maximum(starts - 1, 512), window=(300, 0))
 
 
-@all_dtypes
+@dtypes
 @algorithms
 @layouts
 def test_ranges_and_lengths_leave_what_both_leave(dtype, algorithm, layout, rng):
@@ -173,7 +174,7 @@ def test_no_bit_depends_on_keys_and_values_outside(isa, dtype, algorithm, poison
             assert not bits(x.swapaxes(1, 2)[outside]).any()  # +0, exactly
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("algorithm", [*NAMED, "decode"])
 def test_rows_without_keys_are_zeros_and_give_no_gradient(isa, dtype, algorithm, rng):
     q, k, v, g = draw(rng, 3, 2, 2, 4, 300, 5, 4, dtype)
@@ -186,7 +187,7 @@ def test_rows_without_keys_are_zeros_and_give_no_gradient(isa, dtype, algorithm,
                 assert not bits(x).any()
 
 
-@all_dtypes
+@dtypes
 @algorithms
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (9, 2)}])
 def test_a_batch_padded_on_the_left_equals_each_row_alone(isa, dtype, algorithm, rules, rng):

@@ -22,6 +22,7 @@ from support import (
     assert_close,
     assert_same,
     bits,
+    dtypes,
     every_isa,
     guards,
     padded,
@@ -149,7 +150,7 @@ def assert_same_but_for_blas(algorithm, results, expected):
 
 
 @every_isa
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True}, {"window": (70, 40)}, {"softcap": 2.0}], ids=str)
 def test_lengths_around_the_edges_of_vectors_blocks_and_tiles(isa, dtype, rules, rng):
     arrays = draw(rng, EDGES, H=2, Hkv=1, dtype=dtype)
