@@ -60,7 +60,7 @@ def check(q, k, v, g, **keywords):
 # --------------------------------------------------------------------------------------------------- lengths and widths
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("Lk", LENGTHS)
 def test_every_length_of_keys(isa, dtype, Lk, rng):
     for Lq, H, Hkv in ((1, 1, 1), (2, 3, 1), (5, 8, 1), (3, 4, 2)):
@@ -147,7 +147,7 @@ MASKS = [      # every rule with each kind; what lies or repeats otherwise with 
 ]  # fmt: skip
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize(("kind", "rules"), MASKS)
 def test_all_masks_together(isa, dtype, kind, rules, rng):
     check(*draw(rng, B, H, HKV, LQ, LK, 6, 5, dtype), mask=mask_of(kind, dtype, rng), **RULES[rules])
@@ -238,7 +238,7 @@ def test_empty_axes(isa, dtype, axes, rng):
 POISONS = (np.nan, np.inf, -np.inf)
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("rules", [name for name in RULES if name != "plain"])
 @pytest.mark.parametrize("kind", ["none", "bool", "additive"])
 def test_removed_keys_and_values_change_no_bit(isa, dtype, kind, rules, rng):
