@@ -15,6 +15,7 @@ from support import (
     NAMED,
     all_dtypes,
     draw,
+    dtypes,
     fails,
     in_float64,
     padded,
@@ -166,7 +167,7 @@ def test_grouped_heads_read_their_own_keys(dtype, Hkv, heads, small_blocks, rng)
     check(*draw(rng, 2, 6, Hkv, 20, 30, 5, 3, dtype)[:3], heads=heads)
 
 
-@all_dtypes
+@dtypes
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_few_rows_by_every_algorithm(dtype, reduce, rng):
     """Where "decode", which has no weights, can be named, too."""
@@ -234,7 +235,7 @@ def test_reductions_of_an_empty_row_are_zero(dtype, rng):
         assert same_bits(got, np.zeros_like(got))
 
 
-@all_dtypes
+@dtypes
 def test_entropy_lies_between_zero_and_the_logarithm_of_the_keys(dtype):
     q = np.zeros((1, 1, 6, 4), dtype)
     _, got = fastmha.attention(q, q, q, is_causal=True, capture=Capture(reduce="entropy"))
@@ -242,7 +243,7 @@ def test_entropy_lies_between_zero_and_the_logarithm_of_the_keys(dtype):
     assert same_bits(got[0, 0, :1], np.zeros(1, dtype))
 
 
-@all_dtypes
+@dtypes
 def test_entropy_counts_weights_far_below_one(dtype):
     """Nine weights of 1e-10 beside one of almost 1: all of the entropy is in them."""
     q = np.zeros((1, 1, 1, 4), dtype)
