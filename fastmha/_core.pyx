@@ -445,7 +445,9 @@ def pack_heads(x, out, int threads):
     cdef Pack c
     cdef ptrdiff_t shape[4]
     c.size_x, c.size_y = x.dtype.itemsize, out.dtype.itemsize
-    c.element = element_of(x.dtype if c.size_x < c.size_y else out.dtype) if c.size_x != c.size_y else FMHA_SAME
+    c.element = element_of(x.dtype if c.size_x < c.size_y else out.dtype)
+    if (c.element == FMHA_SAME) != (c.size_x == c.size_y):
+        raise TypeError(f"out must be of x's dtype, or one of the two of half precision, got {out.dtype} for {x.dtype}")
     c.kernels = kernel_tables[max(c.size_x, c.size_y) == 8]
     read_array(out, &c.y, NULL, c.size_y, True)
     read_array(x, &c.x, shape, c.size_x, False)

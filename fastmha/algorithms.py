@@ -111,8 +111,9 @@ def _blas_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out:
     dtype, grads = problem.dtype, (grad_q, grad_k, grad_v)
     if out.dtype != dtype:
         out = packed(threads, out, dtype=dtype)[0]
-    targets = [x if x.dtype == dtype else np.empty(x.shape, dtype) for x in grads]
-    _core.blas_backward(_for_blas(problem, threads), out, lse, _taken(grad_out, dtype, threads), *targets, states, rows, threads)
+    of_q, of_k, of_v = targets = [x if x.dtype == dtype else np.empty(x.shape, dtype) for x in grads]
+    grad_out = _taken(grad_out, dtype, threads)
+    _core.blas_backward(_for_blas(problem, threads), out, lse, grad_out, of_q, of_k, of_v, states, rows, threads)
     for target, x in zip(targets, grads):
         if target is not x:
             _core.pack_heads(target, x, threads)

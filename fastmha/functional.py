@@ -28,17 +28,18 @@ def attention(
 
     Parameters
     ----------
-    q : (B, H, Lq, D) array of float32 or float64
+    q : (B, H, Lq, D) array of float32, float64, float16 or bfloat16
         Queries; (B, Lq, H, D) with ``layout="BLHD"``. Any strides: only an array whose last axis is not unit-stride or
         that is not aligned is copied ("blas": also heads whose row stride BLAS cannot take).
     k : (B, Hkv, Lk, D) array of q's dtype
-        Keys. H must be a multiple of Hkv; query head h reads key/value head ``h // (H // Hkv)``.
-    v : (B, Hkv, Lk, Dv) array of q's dtype
+        Keys. H must be a multiple of Hkv; query head h reads key/value head ``h // (H // Hkv)``. Where q is float32 or float64,
+        k and v may both be float16 or both bfloat16.
+    v : (B, Hkv, Lk, Dv) array of k's dtype
         Values.
     layout : {"BHLD", "BLHD"}
         Axis order of q, k, v and the output. "BHLD": each head contiguous. "BLHD": what a fused projection writes, each
         head a strided view.
-    mask : array of bool or of q's dtype, optional
+    mask : array of bool, of q's dtype or where that is of half precision of float32, optional
         (Lq, Lk), or 4 axes that broadcast to (B, H, Lq, Lk); never expanded in memory. bool: True = may **not** attend.
         Float: added to the scores, -inf = removed.
     is_causal : bool
@@ -66,10 +67,10 @@ def attention(
         Factor of the products, default 1/sqrt(D).
     softcap : float, optional
         Scores s become ``softcap * tanh(s / softcap)``, before any mask.
-    sinks : (H,) array of q's dtype, optional
+    sinks : (H,) array of q's dtype or where that is of half precision of float32, optional
         Logits of query heads that join the denominator alone: the weights of a row of head h add up to less than 1 by
         ``exp(sinks[h] - lse)``.
-    alibi : (H,) array of q's dtype, optional
+    alibi : (H,) array of a dtype as for sinks, optional
         Slopes: scores get ``-alibi[h] * |i + offset - j|``, behind the softcap and before any mask [2]_; no array of (Lq, Lk) is
         made.
     dropout : float
@@ -83,7 +84,7 @@ def attention(
         only. "auto" chooses (see `fastmha.plan`).
     return_lse : bool
         Also return the log of the sum of exponentials of each row, as the backward pass needs it.
-    out : array, optional
+    out : array of q's dtype, optional
         Where to write the output; must not overlap an input.
     capture : Capture, optional
         Also return the attention weights of chosen query heads and rows, or a reduction of them, from a second pass over
@@ -93,9 +94,9 @@ def attention(
 
     Returns
     -------
-    out : (B, H, Lq, Dv) array in the layout asked for
+    out : (B, H, Lq, Dv) array of q's dtype in the layout asked for
         A query from which every key is removed gives zeros.
-    lse : (B, H, Lq) array, with ``return_lse=True``
+    lse : (B, H, Lq) array of q's dtype, of float32 where that is of half precision, with ``return_lse=True``
         Natural logarithm, of the sum with the sink; for a query from which every key is removed that sink, or -inf.
     captured : array, with `capture`
         (B, n_heads, n_rows, Lk), or what ``reduce`` of `Capture` leaves of it; always the last.
@@ -123,6 +124,10 @@ def attention(
     over the keys of its range alone, ``k[:, :, start:end]``, to rounding and not to the bit.
 
     Numbers below the smallest normal one of the dtype count as 0, but for rows of the output that are as small throughout.
+
+    float16 and bfloat16 (that of the package ml_dtypes) are converted as they are loaded; all arithmetic is in float32, and each
+    result is rounded once, to nearest, beyond float16's largest number to infinity. "blas" converts whole heads first, which the
+    plan counts.
 
     References
     ----------
@@ -199,7 +204,7 @@ def attention_backward(
 
     Returns
     -------
-    grad_q, grad_k, grad_v : arrays of the full shapes of q, k and v
+    grad_q, grad_k, grad_v : arrays of the full shapes and the dtypes of q, k and v
         Fresh arrays, also where an input was a broadcast view; from 128 KB on three views of one piece of memory. A removed pair
         contributes exactly nothing.
     grad_sinks : (H,) array, where sinks were given
@@ -221,6 +226,9 @@ def attention_backward(
 
     exp(S - lse) errs by the rounding of lse: where that is large, P and rowsum(P ∘ dP) come from the sums of these scores, unless
     lse exceeds those by more than rounding, because it was taken over more keys.
+
+    For half precision out has been rounded: "tiled" takes rowsum(P ∘ dP) from grad_out and out, with that rounding in it; "blas"
+    adds it up anew.
     """
     rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
                   alibi, dropout, seed)
@@ -242,7 +250,9 @@ def attention_backward(
     grad_out, out = validate.usable(validate.bits(grad_out))[0], validate.usable(validate.bits(out))[0]
     grads = algorithms.gradients(problem, shape(H, Lq, D), shape(Hkv, Lk, D), shape(Hkv, Lk, Dv))
     grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
-    grad_mask = np.empty(problem.additive_mask.shape, validate.as_array("mask", mask).dtype) if need_bias_grad else None
+    grad_mask = None
+    if need_bias_grad and problem.additive_mask is not None:
+        grad_mask = np.empty(problem.additive_mask.shape, validate.as_array("mask", mask).dtype)
     grad_sinks = algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")),
                                      _by_head(grad_out, layout), grad_q, grad_k, grad_v, workers, grad_mask)
     if grad_sinks is not None:
@@ -256,9 +266,10 @@ def merge(out1: np.ndarray, lse1: np.ndarray, out2: np.ndarray, lse2: np.ndarray
 
     Parameters
     ----------
-    out1, out2 : (B, H, Lq, Dv) arrays of float32 or float64, (B, Lq, H, Dv) with ``layout="BLHD"``
-        What `attention` returned for the same queries and each set of keys and values. Any strides.
-    lse1, lse2 : (B, H, Lq) arrays of the dtype of out1
+    out1, out2 : (B, H, Lq, Dv) arrays of one dtype, (B, Lq, H, Dv) with ``layout="BLHD"``
+        float32, float64, float16 or bfloat16. What `attention` returned for the same queries and each set of keys and values. Any
+        strides.
+    lse1, lse2 : (B, H, Lq) arrays of the dtype of out1, of float32 where that is of half precision
         The log-sum-exps that it returned with ``return_lse=True``.
     layout : {"BHLD", "BLHD"}
         Axis order of out1, out2 and the result.
@@ -355,14 +366,14 @@ def softmax(x: np.ndarray, *, num_threads: int | None = None) -> np.ndarray:
 
     Parameters
     ----------
-    x : (..., n) array of float32 or float64
+    x : (..., n) array of float32, float64, float16 or bfloat16
         Any leading axes, any strides. -inf entries give exactly 0.
     num_threads : int, optional
         Threads for this call.
 
     Returns
     -------
-    (..., n) array
+    (..., n) array of the dtype of x
         exp(x - max) / sum(exp(x - max)) row by row; a row of only -inf gives zeros.
     """
     x, dtype = _rows("x", x)
@@ -377,7 +388,7 @@ def softmax_backward(grad_output: np.ndarray, softmax_output: np.ndarray, *, num
 
     Parameters
     ----------
-    grad_output, softmax_output : (..., n) arrays of one dtype, float32 or float64
+    grad_output, softmax_output : (..., n) arrays of one dtype, float32, float64, float16 or bfloat16
         Gradient of the loss with respect to the softmax, and the softmax itself.
     num_threads : int, optional
         Threads for this call.
@@ -429,7 +440,7 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
     Parameters
     ----------
     Q, K, V : (B, n, d), (B, m, d), (B, m, d_v) arrays, or (B, H, n, d) and so on
-        float32 or float64, one dtype.
+        Dtypes as in `attention`; the results have that of Q.
     mask : (n, m) or (B, n, m) array, or for 4-D input (n, m) or one that broadcasts to (B, H, n, m); optional
         bool: True = may not attend. Float: added to the scores.
 
@@ -519,7 +530,7 @@ def multi_head_attention_core(Q: np.ndarray, K: np.ndarray, V: np.ndarray, num_h
     Parameters
     ----------
     Q, K, V : (B, Lq, d_model), (B, Lk, d_model), (B, Lk, d_v_model) arrays
-        float32 or float64, one dtype; num_heads divides the widths.
+        Dtypes as in `attention`, the results have that of Q; num_heads divides the widths.
     num_heads : int
     mask : array, optional
         (Lq, Lk), or 4 axes that broadcast to (B, H, Lq, Lk).
@@ -546,7 +557,8 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     Parameters
     ----------
     q, k, v : (B, Lq, d_model), (B, Lk, d_model), (B, Lk, d_model) arrays
-        float32 or float64, one dtype.
+        One dtype, with the weights: float32, float64, float16 or bfloat16. The latter two are computed in float32 up to the
+        output.
     num_heads : int
     weights : dict
         W_Q, W_K, W_V (d_model, ·), W_O (·, d_out), and optionally biases b_Q, b_K, b_V, b_O; matrices are (in, out).
@@ -592,6 +604,9 @@ def multi_head_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, num_heads:
     if validate.is_half(dtype) or validate.is_half(of_k) or validate.is_half(of_v):      # their projections are float32
         validate.same_dtype("k", validate.as_array("k", k), "q", dtype)
         validate.same_dtype("v", validate.as_array("v", v), "q", dtype)
+    if mask is not None:
+        mask = validate.as_array("mask", mask)
+        mask = validate.cast(mask, Q.dtype) if mask.dtype == dtype else mask
     q, k, v = _textbook_heads({"q W_Q": Q, "k W_K": K, "v W_V": V}, num_heads)
     problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))
     B, H, _, Lq, _, _, Dv = problem.shape

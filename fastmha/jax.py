@@ -93,7 +93,8 @@ def _forward(fixed: Any, q: Any, k: Any, v: Any, mask: Any, sinks: Any, traced: 
     shapes = (B, H, Lq, Dv) if fixed[1] == "BHLD" else (B, Lq, H, Dv), (B, H, Lq)
     out, lse = jax.pure_callback(
         lambda *x: _call(functional.attention, fixed, x[:3], *x[3:], return_lse=True),
-        tuple(jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes), q, k, v, traced, mask, sinks, vmap_method="sequential")
+        tuple(map(jax.ShapeDtypeStruct, shapes, (problem.element, problem.dtype))), q, k, v, traced, mask, sinks,
+        vmap_method="sequential")
     return out, (q, k, v, out, lse, traced, mask, sinks)
 
 

@@ -74,7 +74,7 @@ def create_causal_mask(
         Position of the first query among the keys; may be negative. The two usual choices for Lq != Lk are 0 (both
         sequences begin together) and ``seq_len_k - seq_len_q`` (both end together).
     dtype : dtype, default bool
-        bool, float32 or float64.
+        bool, float32, float64, float16 or bfloat16.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def create_causal_mask(
     Raises
     ------
     TypeError
-        A length or the offset is not an integer, or `dtype` is none of the three.
+        A length or the offset is not an integer, or `dtype` is none of these.
     ValueError
         A length is negative.
 
@@ -102,8 +102,8 @@ def create_causal_mask(
     # Beyond these two ends nothing changes: all keys are blocked, or none is.
     diagonal = min(max(_integer("offset", offset), -rows), columns)
     kind = validate.dtype_of(dtype)
-    if kind not in (np.dtype(bool), np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(f"dtype must be bool, float32 or float64, got {validate.short(dtype)}")
+    if kind not in (np.dtype(bool), *validate.FLOAT_TYPES) and not validate.is_half(kind):
+        raise TypeError(f"dtype must be bool, float32, float64, float16 or bfloat16, got {validate.short(dtype)}")
     _fits("seq_len_q", rows, "seq_len_k", columns)
     blocked = ~np.tri(rows, columns, diagonal, dtype=bool)
     if kind.kind == "b":

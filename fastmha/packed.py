@@ -53,9 +53,9 @@ def attention_packed(
 
     Parameters
     ----------
-    q : (total_q, H, D) array of float32 or float64
+    q : (total_q, H, D) array of float32, float64, float16 or bfloat16
         Queries of the first sequence, then those of the second, and so on. Any strides, as in `attention`.
-    k, v : (total_k, Hkv, D) and (total_k, Hkv, Dv) arrays of q's dtype
+    k, v : (total_k, Hkv, D) and (total_k, Hkv, Dv) arrays of a dtype as in `attention`
         Keys and values. Query head h reads key/value head ``h // (H // Hkv)``.
     lengths_q : (S,) array of int
         Queries of each sequence; they add up to total_q. Any may be 0.
@@ -69,7 +69,7 @@ def attention_packed(
         As in `attention`; "auto" chooses for each sequence.
     return_lse : bool
         Also return the log of the sum of exponentials of each row.
-    out : (total_q, H, Dv) array, optional
+    out : (total_q, H, Dv) array of q's dtype, optional
         Where to write the output; must not overlap an input.
 
     Returns

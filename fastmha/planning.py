@@ -237,13 +237,14 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
     rows, keys = record.tile(problem)
     scratch, shared = record.scratch(problem, backward, threads)
     passes = [items for items in _passes(problem, name, backward, threads, rows) if len(items)]
+    types = str(problem.element) + f" (k, v {problem.stored})" * (problem.stored != problem.element)
     used = max([1, *(min(threads, len(items)) for items in passes)])
     ideal, span = sum(float(p.sum()) for p in passes) / threads, sum(makespan(p, threads) for p in passes if p.any())
     return Plan(
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
         bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
-        shapes=f"{problem.element}{f' (k, v {problem.stored})' * (problem.stored != problem.element)} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
+        shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
         layout=layout[0], layout_reason=layout[1],
     )

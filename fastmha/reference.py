@@ -44,12 +44,13 @@ _HALF = {"float16": (2.0**-11, 2.0**-25, 65504.0), "bfloat16": (2.0**-8, 2.0**-1
 
 def _wide(*arrays: Array) -> list[Array]:
     """Arrays of half precision in float64, others as they are."""
-    return [x.astype(np.float64) if x.dtype.name in _HALF else x for x in arrays]
+    with np.errstate(invalid="ignore"):
+        return [x.astype(np.float64) if x.dtype.name in _HALF else x for x in arrays]
 
 
 def _like(x: Array, dtype: Any) -> Array:
     """A result for operands of a dtype."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype, copy=False)
 
 

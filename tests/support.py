@@ -36,7 +36,7 @@ LAYOUTS = ("BHLD", "BLHD")
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.__name__)
-all_dtypes = pytest.mark.parametrize("dtype", (*DTYPES, *HALVES), ids=lambda dtype: dtype.__name__)
+all_dtypes = pytest.mark.parametrize("dtype", [*DTYPES, *HALVES], ids=lambda dtype: dtype.__name__)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 algorithms = pytest.mark.parametrize("algorithm", NAMED)
 
@@ -44,6 +44,16 @@ algorithms = pytest.mark.parametrize("algorithm", NAMED)
 @pytest.fixture
 def rng():
     return np.random.default_rng(0)
+
+
+def computed(dtype):
+    """What operands of a dtype are computed in."""
+    return np.dtype(np.float32) if dtype in HALVES else np.dtype(dtype)
+
+
+def eps(dtype):
+    """From 1 to the next number of a dtype."""
+    return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
 def normal(*shape, seed=1, dtype=np.float64):
@@ -145,7 +155,7 @@ class Pages:
         assert n * x.itemsize <= self.ROOM
         first = self.PAGE + (self.ROOM - n * x.itemsize if kind.startswith("end") else 0)
         flat = np.frombuffer(self.memory, x.dtype, n, first)
-        if x.dtype.kind == "f":
+        if x.dtype.kind in "fV":
             flat[...] = np.nan
         view = as_strided(flat, x.shape, [s * x.itemsize for s in strides[: x.ndim]])
         view[...] = x
@@ -354,8 +364,7 @@ def assert_dtypes(results, names, q, k, keywords):
     """Those of the operands that they belong to; lse is what is computed in."""
     given = {"grad_sinks": keywords.get("sinks"), "grad_mask": keywords.get("mask"), "grad_k": k, "grad_v": k}
     for name, x in zip(names, results, strict=True):
-        computed = np.float32 if q.dtype in HALVES else q.dtype
-        assert x.dtype == (computed if name == "lse" else given.get(name, q).dtype), name
+        assert x.dtype == (computed(q.dtype) if name == "lse" else given.get(name, q).dtype), name
 
 
 def difference(loss, x, at, step=1e-5):

@@ -25,7 +25,7 @@ enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is 
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; what is kept of all blocks
- * of a head where it is one item, else of one block; of other element types keys and values, and rows of q and grad_out, converted. */
+ * of a head where it is one item, else of one block; keys and values, and rows of q and grad_out, where they are converted. */
 typedef struct {
     REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows;
     FMHA_NAME(packed) packed;

@@ -12,11 +12,11 @@ from support import (
     ISAS,
     LAYOUTS,
     algorithms,
+    all_dtypes,
     assert_close,
     assert_same,
     bits,
     draw,
-    dtypes,
     error_bounds,
     in_float64,
     padded,
@@ -55,7 +55,7 @@ def make(rng, name, dtype, layout="BHLD"):
     return draw(rng, *shape, dtype=dtype, layout=layout), {"layout": layout, **keywords, **scores}
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @problems
 def test_n_threads_agnosticism(isa, dtype, algorithm, name, rng):
@@ -65,7 +65,7 @@ def test_n_threads_agnosticism(isa, dtype, algorithm, name, rng):
         assert_same(one, run(fastmha, *arrays, threads=threads, algorithm=algorithm, **keywords))
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @problems
 def test_the_same_bits_from_run_to_run(dtype, algorithm, name, rng):
@@ -75,7 +75,7 @@ def test_the_same_bits_from_run_to_run(dtype, algorithm, name, rng):
         assert_same(first, run(fastmha, *[padded(x) for x in arrays], algorithm=algorithm, **keywords))
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("function", ["softmax", "softmax_backward"])
 def test_n_threads_agnosticism_of_the_row_functions(isa, dtype, function, rng):
     x = rng.standard_normal((700, 130)).astype(dtype)  # several items of the pool
@@ -87,7 +87,7 @@ def test_n_threads_agnosticism_of_the_row_functions(isa, dtype, function, rng):
         assert same_bits(one[row], getattr(fastmha, function)(*(a[row] for a in arguments)))
 
 
-@dtypes
+@all_dtypes
 def test_n_threads_agnosticism_of_the_textbook_functions(dtype, rng):
     """They take the threads of `set_num_threads`."""
     x = rng.standard_normal((3, 40, 24)).astype(dtype)
@@ -144,7 +144,7 @@ OF_BATCH = {
 of_batch = pytest.mark.parametrize("kind", OF_BATCH)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @of_batch
 def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, algorithm, kind, rng):
@@ -156,14 +156,15 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, algorithm, kin
         assert_same([x[b : b + 1] for x in together if x.ndim > 1], [x for x in alone if x.ndim > 1])  # sinks are of all rows
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @of_batch
 def test_batch_agnosticism_whatever_the_other_rows_hold(dtype, algorithm, kind, rng):
     arrays = draw(rng, BATCH, 4, 2, 17, 19, 8, 5, dtype)
     keywords = {"algorithm": algorithm, **OF_BATCH[kind](rng, dtype)}
     clean = run(fastmha, *arrays, **keywords)
-    for change in (lambda x: 1e5 * x, lambda x: x * np.nan, lambda x: x * 0 + np.inf, lambda x: x * 0):
+    size = 1e3 if dtype == np.float16 else 1e5
+    for change in (lambda x: dtype(size) * x, lambda x: x * np.nan, lambda x: x * 0 + np.inf, lambda x: x * 0):
         changed = [padded(x) for x in arrays]
         for x in changed:
             x[[0, 1, 3, 4]] = change(x[[0, 1, 3, 4]])
@@ -171,7 +172,7 @@ def test_batch_agnosticism_whatever_the_other_rows_hold(dtype, algorithm, kind, 
         assert_same([x[2] for x in clean if x.ndim > 1], [x[2] for x in found if x.ndim > 1])
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_batch_agnosticism_of_large_batches(dtype, algorithm, rng):
     """Neither the batch size nor the number of heads decides how a head is computed."""
@@ -185,7 +186,7 @@ def test_batch_agnosticism_of_large_batches(dtype, algorithm, rng):
         assert np.array_equal(bits(y), np.broadcast_to(bits(x), y.shape))
 
 
-@dtypes
+@all_dtypes
 def test_the_choice_of_algorithm_looks_at_neither_batch_nor_threads(dtype):
     x = np.zeros((1, 2, 30, 8), dtype)
     plans = [
@@ -199,7 +200,7 @@ def test_the_choice_of_algorithm_looks_at_neither_batch_nor_threads(dtype):
 # ---------------------------------------------------------------------------------------------------------------- heads
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_heads_do_not_know_their_order(dtype, algorithm, rng):
     arrays = draw(rng, 2, 4, 4, 9, 11, 6, 5, dtype)
@@ -209,7 +210,7 @@ def test_heads_do_not_know_their_order(dtype, algorithm, rng):
     assert_same([x[:, order] for x in (out, lse, *grads)], permuted)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_groups_do_not_know_their_order_and_rows_not_their_place_in_the_group(dtype, algorithm, rng):
     q, k, v, g = draw(rng, 1, 6, 3, 8, 8, 4, 4, dtype)
@@ -229,7 +230,7 @@ def test_groups_do_not_know_their_order_and_rows_not_their_place_in_the_group(dt
 # ------------------------------------------------------------------------------------------------ agreement to rounding
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @problems
 def test_instruction_sets_agree_to_rounding(dtype, algorithm, name, rng):
@@ -244,7 +245,7 @@ def test_instruction_sets_agree_to_rounding(dtype, algorithm, name, rng):
         assert_close(others, [x.astype(np.float64) for x in results[0]], bounds)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("shape", [(17, 19), (3, 1, 1, 19), (3, 4, 17, 19), (1, 4, 1, 19)])
 def test_additive_and_boolean_masks_agree_bit_for_bit(isa, dtype, algorithm, shape, rng):
@@ -258,7 +259,7 @@ def test_additive_and_boolean_masks_agree_bit_for_bit(isa, dtype, algorithm, sha
     assert_same(boolean, run(fastmha, *arrays, mask=np.broadcast_to(mask, (3, 4, 17, 19)), **keywords))
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_bands_and_masks_that_say_the_same_agree_to_rounding(dtype, algorithm, rng):
     arrays = draw(rng, 2, 2, 2, 12, 15, 4, 4, dtype)

@@ -10,6 +10,7 @@ from support import (
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     assert_gradient,
     assert_same,
@@ -65,7 +66,7 @@ RULES = {
 }  # fmt: skip
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @layouts
 @pytest.mark.parametrize("rule", RULES)
@@ -101,7 +102,7 @@ def test_gradients_beside_it_are_central_differences(first, second, rng):
 # ------------------------------------------------------------------------------------------------- what it is like
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_it_is_the_additive_mask_of_these_numbers(isa, dtype, algorithm, rng):
     slopes, offset = of(0.5, 2.0**-5, 1, -0.25, dtype=dtype), np.array([160, -3])      # the products are exact
@@ -116,7 +117,7 @@ def test_it_is_the_additive_mask_of_these_numbers(isa, dtype, algorithm, rng):
         assert_close(found, [x.astype(np.float64) for x in same], [2 * x for x in bounds])
 
 
-@dtypes
+@all_dtypes
 @with_decode
 @layouts
 def test_slopes_of_0_give_the_bits_of_none(isa, dtype, algorithm, layout, rng):
@@ -156,7 +157,7 @@ def test_a_distance_is_an_integer_that_is_rounded_once(isa, dtype, algorithm, of
             assert np.abs(inside - g.sum(axis=(1, 2))).max() < 100 * np.finfo(dtype).eps
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("offset", "slope"), [(2**24 + 1, 1e-2), (-(2**24) - 5, 3e-4), (2**60 + 1, 1e-16), (-(2**61), 1e-18)])
 def test_far_from_the_keys_it_is_within_the_bounds(isa, dtype, algorithm, offset, slope, rng):
@@ -188,7 +189,7 @@ def test_rows_without_keys_are_empty_all_the_same(isa, dtype, algorithm, rng):
             assert not bits(x[0]).any()
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_the_firewall_holds_beside_alibi(isa, dtype, algorithm, rng):
     q, k, v, g = draw(rng, 2, 2, 1, 20, 300, 5, 4, dtype)
@@ -202,7 +203,7 @@ def test_the_firewall_holds_beside_alibi(isa, dtype, algorithm, rng):
         assert_same(clean, dirty)
 
 
-@dtypes
+@all_dtypes
 @with_decode
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_a_slope_that_is_no_number_stays_in_its_head(dtype, algorithm, poison, rng):
@@ -215,7 +216,7 @@ def test_a_slope_that_is_no_number_stays_in_its_head(dtype, algorithm, poison, r
     assert same_bits(out[:, others], clean[0][:, others])
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_every_way_in_which_they_may_lie_gives_the_same_bits(dtype, algorithm, rng):
     arrays = draw(rng, 2, 4, 2, 9, 30, 5, 4, dtype)

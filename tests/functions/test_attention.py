@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from support import (
     DTYPES,
+    HALVES,
     ISAS,
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     check,
     draw,
@@ -43,7 +45,7 @@ LENGTHS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129)
 # --------------------------------------------------------------------------------------------------- lengths and widths
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("Lq", "other"), [*zip(LENGTHS, LENGTHS[7:] + LENGTHS[:7], strict=True)])
 def test_every_length(isa, dtype, algorithm, Lq, other, rng):
@@ -51,7 +53,7 @@ def test_every_length(isa, dtype, algorithm, Lq, other, rng):
         check(*draw(rng, 1, 2, 2, Lq, Lk, 8, 8, dtype), algorithm=algorithm)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(
     ("D", "Dv"), [(1, 1), (1, 5), (5, 1), (2, 3), (3, 2), (7, 16), (16, 7), (17, 31), (33, 64), (64, 65), (0, 3)]
@@ -60,14 +62,14 @@ def test_every_width(isa, dtype, algorithm, D, Dv, rng):
     check(*draw(rng, 2, 2, 1, 9, 11, D, Dv, dtype), algorithm=algorithm)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("H", "Hkv"), [(1, 1), (3, 3), (4, 2), (6, 2), (5, 1)])
 def test_grouped_heads_read_their_own_keys(dtype, algorithm, H, Hkv, rng):
     check(*draw(rng, 2, H, Hkv, 6, 7, 4, 3, dtype), algorithm=algorithm, is_causal=True, offset=1)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_many_blocks_of_rows(isa, dtype, algorithm, rng):
     """So many keys that the queries are taken in several blocks, the last one short."""
@@ -138,14 +140,14 @@ EXTRAS = {
 }
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("kind", masks(np.float32))
 def test_every_mask(isa, dtype, algorithm, kind, rng):
     check(*draw(rng, B, H, 2, LQ, LK, 5, 3, dtype), algorithm=algorithm, mask=masks(dtype)[kind])
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("band", BANDS)
 def test_every_band_and_padding(isa, dtype, algorithm, band, rng):
@@ -161,7 +163,7 @@ TOGETHER = [      # every two of them meet
 ]
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("band", "kind", "extra"), TOGETHER)
 def test_masks_bands_scale_and_softcap_together(isa, dtype, algorithm, band, kind, extra, rng):
@@ -251,6 +253,8 @@ def strange(kind, rng, shape, dtype):
         return x[::-1, ::-1, ::-1, ::-1]
     if kind == "step":
         return np.repeat(x, 3, axis=3)[..., ::3]
+    if kind == "complex part" and dtype in HALVES:
+        return np.stack((x, x), axis=-1)[..., 1]
     if kind == "complex part":
         return (x + 1j * x).astype(np.result_type(dtype, np.complex64)).imag
     if kind == "overlapping":
@@ -301,7 +305,7 @@ def shapes_of(layout, B, H, Hkv, Lq, Lk, D, Dv):
     return shapes if layout == "BHLD" else [(b, length, h, d) for b, h, length, d in shapes]
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("kind", STRANGE)
 def test_any_strides(dtype, algorithm, kind, rng):
@@ -330,7 +334,7 @@ def test_lists_are_arrays_of_float64():
     assert out == 4
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("axes", ["B", "H", "Hkv H", "Lq", "Lk", "D", "Dv", "Lq Lk", "D Dv", "B H Hkv Lq Lk D Dv"])
 def test_empty_axes(isa, dtype, algorithm, axes, rng):
@@ -357,7 +361,7 @@ def test_without_keys_width_the_keys_share_equally(rng):
 # ----------------------------------------------------------------------------------------------------------------- out=
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(
     "kind",

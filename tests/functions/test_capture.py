@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import LAYOUTS, NAMED, draw, dtypes, fails, in_float64, padded, same_bits, unaligned, weights_bound
+from support import (
+    LAYOUTS,
+    NAMED,
+    all_dtypes,
+    draw,
+    dtypes,
+    fails,
+    in_float64,
+    padded,
+    same_bits,
+    unaligned,
+    weights_bound,
+)
 
 import fastmha
 from fastmha import Capture, capture, reference
@@ -113,7 +125,7 @@ def small_blocks(monkeypatch):
 # ---------------------------------------------------------------------------------------------------- against the oracle
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_every_selection_and_reduction(dtype, selection, reduce, small_blocks, rng):
@@ -122,7 +134,7 @@ def test_every_selection_and_reduction(dtype, selection, reduce, small_blocks, r
     check(*arrays, heads=heads, rows=rows, reduce=reduce, is_causal=True, offset=np.array([-3, 8, 20]))
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("algorithm", NAMED)
 @pytest.mark.parametrize("kind", masks(np.float32))
 @pytest.mark.parametrize("reduce", [None, "sum_q"])
@@ -131,7 +143,7 @@ def test_every_mask(dtype, algorithm, kind, reduce, small_blocks, rng):
     check(*arrays, heads=[5, 0, 1], rows=slice(3, 35), reduce=reduce, algorithm=algorithm, mask=masks(dtype)[kind])
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("algorithm", ["auto", *NAMED])
 @pytest.mark.parametrize("band", BANDS)
 def test_every_band_and_padding(dtype, algorithm, band, small_blocks, rng):
@@ -139,7 +151,7 @@ def test_every_band_and_padding(dtype, algorithm, band, small_blocks, rng):
     check(*arrays, rows=slice(2, None), algorithm=algorithm, **BANDS[band])
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("algorithm", NAMED)
 @pytest.mark.parametrize("rules", [{"softcap": 1.5}, {"scale": -0.8}, {"scale": 0.0}, {"scale": 2, "softcap": np.float32(20)}])
 def test_scale_and_softcap_with_masks(dtype, algorithm, rules, rng):
@@ -148,7 +160,7 @@ def test_scale_and_softcap_with_masks(dtype, algorithm, rules, rng):
     check(*arrays, rows=[4, 30], algorithm=algorithm, mask=mask, is_causal=True, offset=10, **rules)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("Hkv", [1, 2, 3, 6])
 @pytest.mark.parametrize("heads", [None, [1, 2, 3], [5], slice(None, None, -1)])
 def test_grouped_heads_read_their_own_keys(dtype, Hkv, heads, small_blocks, rng):
@@ -215,7 +227,7 @@ def test_the_captured_is_the_last_of_what_is_returned(rng):
     assert fastmha.attention(q, k, v, out=out, capture=chosen)[0] is out
 
 
-@dtypes
+@all_dtypes
 def test_reductions_of_an_empty_row_are_zero(dtype, rng):
     q, k, v, _ = draw(rng, dtype=dtype)
     for reduce in REDUCTIONS:
@@ -263,7 +275,7 @@ def test_rows_between_chosen_ones_that_hold_nan_do_not_reach_the_sum(rng):
     assert same_bits(fastmha.attention(q, k, v, capture=Capture(rows=[1, 3], reduce="sum_q"))[1], wanted)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_bits_depend_neither_on_threads_nor_on_the_batch(dtype, reduce, small_blocks, rng):
     q, k, v, _ = draw(rng, 3, 6, 2, 150, LK, 8, 8, dtype)

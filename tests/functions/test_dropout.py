@@ -12,6 +12,7 @@ from support import (
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     assert_gradient,
     assert_same,
@@ -71,7 +72,7 @@ RULES = {
 }  # fmt: skip
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @layouts
 @pytest.mark.parametrize("rule", RULES)
@@ -81,7 +82,7 @@ def test_weights_count_0_or_more_than_they_are(isa, dtype, algorithm, layout, ru
     check(*arrays, dropout=0.3, seed=2**63 + 11, algorithm=algorithm, layout=layout, **keywords)
 
 
-@dtypes
+@all_dtypes
 @with_decode
 @backwards
 @pytest.mark.parametrize("p", [1e-300, 1e-9, 2.0**-33, 0.5, 0.999, 1 - 2.0**-32, 1 - 2.0**-53])
@@ -156,7 +157,7 @@ def test_what_is_drawn_is_the_same_for_every_algorithm_instruction_set_and_layou
                             assert np.abs(back - groups).max() < 100 * np.finfo(dtype).eps
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_what_is_drawn_does_not_depend_on_threads(isa, dtype, algorithm, rng):
     arrays = draw(rng, 3, 2, 1, 31, 400, 5, 4, dtype)
@@ -166,7 +167,7 @@ def test_what_is_drawn_does_not_depend_on_threads(isa, dtype, algorithm, rng):
         assert_same(results[0], others)
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_what_is_drawn_does_not_depend_on_masks_lengths_and_other_rows(isa, dtype, algorithm, rng):
     B, H, Lq, Lk = 3, 2, 17, 200
@@ -243,7 +244,7 @@ def test_each_seed_batch_row_head_query_and_key_draws_its_own(rng):
 # ------------------------------------------------------------------------------------------------- what it is like
 
 
-@dtypes
+@all_dtypes
 @with_decode
 @backwards
 def test_a_probability_of_0_gives_the_bits_of_no_dropout(isa, dtype, algorithm, second, rng):
@@ -262,7 +263,7 @@ def test_numbers_of_numpy_say_the_same(rng):
             assert_same(first, run(fastmha, *arrays, dropout=p, seed=seed, algorithm=algorithm))
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_empty_rows_are_zeros_and_give_no_gradient(isa, dtype, algorithm, rng):
     q, k, v, g = draw(rng, 2, 2, 1, 5, 30, 5, 4, dtype)
@@ -275,7 +276,7 @@ def test_empty_rows_are_zeros_and_give_no_gradient(isa, dtype, algorithm, rng):
             assert not bits(x[0]).any()
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_removed_pairs_change_no_bit_and_dropped_pairs_are_attended_with_0(isa, dtype, algorithm, rng):
     """A NaN at a removed pair stays outside; one at a dropped pair reaches its row, as in the reference."""

@@ -59,21 +59,21 @@ SHARED = {
     "integers": (
         {"q": zeros(B, H, LQ, D, dtype=np.int64)},
         TypeError,
-        r"q must be float32 or float64.*got int64: cast it to float32, q\.astype\(np\.float32\)$",
+        r"q must be float32, float64, float16 or bfloat16.*got int64: cast it to float32, q\.astype\(np\.float32\)$",
     ),
-    "booleans": ({"v": zeros(B, HKV, LK, DV, dtype=bool)}, TypeError, r"v must be float32 or float64.*got bool"),
+    "booleans": ({"v": zeros(B, HKV, LK, DV, dtype=bool)}, TypeError, r"v must be float32, .* or bfloat16.*got bool"),
     "half precision": (
         {"k": zeros(B, HKV, LK, D, dtype=np.float16)},
         TypeError,
-        r"k must be .*got float16: cast it to float32, k\.astype\(np\.float32\); a KVCache may store float16$",
+        r"v has dtype float32 but k has float16: they must share one dtype$",
     ),
     "complex": (
         {"k": zeros(B, HKV, LK, D, dtype=np.complex64)},
         TypeError,
-        r"k must be float32 or float64.*got complex64",
+        r"k must be float32, float64, float16 or bfloat16.*got complex64",
     ),
-    "nothing": ({"q": None}, TypeError, r"q must be float32 or float64.*got None"),
-    "objects": ({"q": zeros(B, H, LQ, D, dtype=object)}, TypeError, r"q must be float32 or float64.*got object"),
+    "nothing": ({"q": None}, TypeError, r"q must be float32, float64, float16 or bfloat16.*got None"),
+    "objects": ({"q": zeros(B, H, LQ, D, dtype=object)}, TypeError, r"q must be float32, .* or bfloat16.*got object"),
     "a list of integers": (
         {"q": [[[[1, 2, 3]]]]},
         TypeError,
@@ -82,7 +82,7 @@ SHARED = {
     "byte order": (
         {"q": zeros(B, H, LQ, D, dtype=np.dtype(np.float32).newbyteorder("S"))},
         TypeError,
-        r"q must be float32 or float64 \(native byte order\), got [<>]f4",
+        r"q must be float32, float64, float16 or bfloat16 \(native byte order\), got [<>]f4",
     ),
     "mixed k": (
         {"k": zeros(B, HKV, LK, D, dtype=np.float64)},
@@ -432,9 +432,9 @@ SHARED = {
     "sinks of integers": (
         {"sinks": [0, 0, 0, 0]},
         TypeError,
-        r"^sinks must be float32 or float64.*got int64: cast it to float32, np\.asarray\(sinks, np\.float32\)$",
+        r"^sinks must be float32, .* or bfloat16.*got int64: cast it to float32, np\.asarray\(sinks, np\.float32\)$",
     ),
-    "sinks a name": ({"sinks": "learned"}, TypeError, r"^sinks must be float32 or float64 .*got <U7"),
+    "sinks a name": ({"sinks": "learned"}, TypeError, r"^sinks must be float32, float64, float16 or bfloat16 .*got <U7"),
     "sinks masked": ({"sinks": np.ma.ones(H, np.float32)}, TypeError, r"^sinks is a masked array, whose mask would be lost"),
     "alibi per key/value head": (
         {"alibi": zeros(HKV), "offset": 0},
@@ -451,7 +451,7 @@ SHARED = {
         TypeError,
         r"^alibi has dtype float64 but q has float32: they must share one dtype$",
     ),
-    "alibi a truth value": ({"alibi": True, "offset": 0}, TypeError, r"^alibi must be float32 or float64 .*got bool"),
+    "alibi a truth value": ({"alibi": True, "offset": 0}, TypeError, r"^alibi must be float32, .* or bfloat16 .*got bool"),
     "offset missing for alibi": (
         {"alibi": zeros(H)},
         ValueError,

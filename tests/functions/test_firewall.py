@@ -5,7 +5,18 @@ Bits are compared as integers, so NaN equals NaN and 0 differs from -0.
 
 import numpy as np
 import pytest
-from support import RESULTS, algorithms, assert_same, bits, draw, dtypes, padded, run, same_bits
+from support import (
+    RESULTS,
+    algorithms,
+    all_dtypes,
+    assert_same,
+    bits,
+    draw,
+    dtypes,
+    padded,
+    run,
+    same_bits,
+)
 
 import fastmha
 from fastmha import reference
@@ -104,7 +115,7 @@ def poisonings(kind, places):
 # ----------------------------------------------------------------------------------------- removed: not one bit changes
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @kinds
 @extras
@@ -126,7 +137,7 @@ def test_a_removed_key_and_value_change_no_bit_of_the_rows(dtype, algorithm, kin
                 assert not bits(x)[b, n, j].any()  # +0, exactly
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @kinds
 @extras
@@ -145,7 +156,7 @@ def test_a_query_and_its_gradient_change_no_bit_of_the_keys_it_does_not_attend(d
             assert_unchanged(clean, dirty, others, keys, (which, b, h, i))
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("D", "Dv"), [(1, 1), (8, 1), (1, 8), (16, 33)])
 @pytest.mark.parametrize("Lq", [1, 2, 17])
@@ -164,7 +175,7 @@ def test_the_firewall_holds_in_every_kind_of_product(isa, dtype, algorithm, D, D
         assert_same(clean, run(fastmha, q, k_dirty, v_dirty, g, **keywords))
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @extras
 def test_the_firewall_holds_between_blocks_of_rows(dtype, algorithm, extra, rng):
@@ -186,7 +197,7 @@ def test_the_firewall_holds_between_blocks_of_rows(dtype, algorithm, extra, rng)
         assert same_bits(x[:, :, 1020:], y[:, :, 1020:])
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_weights_of_removed_keys_are_zero_whatever_the_keys_hold(dtype, algorithm, rng):
     q, k, v, _ = draw(rng, 2, 2, 2, 4, 6, 3, 3, dtype)
@@ -203,7 +214,7 @@ def test_weights_of_removed_keys_are_zero_whatever_the_keys_hold(dtype, algorith
 # ------------------------------------------------------------------------------------------------- attended: it arrives
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @kinds
 @extras
@@ -237,7 +248,7 @@ def test_an_attended_nan_reaches_all_that_attend_it_and_nothing_else(dtype, algo
         assert np.array_equal(np.isnan(lse), rows if operand in ("q", "k") else np.zeros_like(rows)), operand
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @poisons
 def test_one_poisoned_element_of_a_value_stays_in_its_column(dtype, algorithm, poison, rng):
@@ -251,7 +262,7 @@ def test_one_poisoned_element_of_a_value_stays_in_its_column(dtype, algorithm, p
     assert np.array_equal(bits(out)[~reached], bits(clean)[~reached])
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("kind", ["boolean", "additive", "causal", "everything"])
 def test_rows_alike_in_what_is_not_finite_reach_just_who_attends_them(isa, dtype, algorithm, kind, rng):
@@ -280,7 +291,7 @@ def test_rows_alike_in_what_is_not_finite_reach_just_who_attends_them(isa, dtype
     assert np.array_equal(grad_v == -np.inf, down & ~nan)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_a_nan_in_an_additive_mask_is_the_users(dtype, algorithm, rng):
     q, k, v, _ = draw(rng, 1, 1, 1, 3, 4, 2, 2, dtype)
@@ -333,7 +344,7 @@ def test_empty_rows_are_zero_and_contribute_no_gradient(isa, dtype, algorithm, k
         assert_same(clean, run(fastmha, q_dirty, k, v, g_dirty, **keywords))
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_a_fully_masked_batch_row_beside_an_ordinary_one(isa, dtype, algorithm, rng):
     q, k, v, g = draw(rng, 2, 2, 2, 5, 5, 4, 4, dtype)
@@ -349,7 +360,7 @@ def test_a_fully_masked_batch_row_beside_an_ordinary_one(isa, dtype, algorithm, 
 
 
 @pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # as it is meant here
-@dtypes
+@all_dtypes
 @algorithms
 def test_everything_masked(isa, dtype, algorithm, rng):
     q, k, v, g = draw(rng, 2, 2, 2, 5, 5, 4, 4, dtype)

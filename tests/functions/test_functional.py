@@ -2,12 +2,23 @@
 
 import numpy as np
 import pytest
-from support import assert_gradient, bits, draw, dtypes, layouts, padded, same_bits
+from support import (
+    HALVES,
+    all_dtypes,
+    assert_gradient,
+    bits,
+    draw,
+    eps,
+    layouts,
+    padded,
+    same_bits,
+)
 
 import fastmha
 from fastmha import reference
 
 EPS = {np.float32: 2e-5, np.float64: 1e-13}  # some hundred roundings of numbers of size 1 to 4
+EPS |= {dtype: 2e-5 + 2 * eps(dtype) for dtype in HALVES}  # and one to the dtype
 
 
 def close(a, b, dtype):
@@ -32,7 +43,7 @@ def masks(rng, *shape):
     return blocked, np.where(blocked, -np.inf, rng.standard_normal(shape))
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("mask_shape", [None, (5, 7), (3, 5, 7), (3, 1, 7), (1, 7)])
 @pytest.mark.parametrize("additive", [False, True])
 def test_scaled_dot_product_attention_of_three_axes(isa, dtype, mask_shape, additive, rng):
@@ -47,7 +58,7 @@ def test_scaled_dot_product_attention_of_three_axes(isa, dtype, mask_shape, addi
     close(weights, expected_weights, dtype)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("mask_shape", [None, (5, 7), (3, 2, 5, 7), (3, 1, 1, 7), (1, 2, 5, 1)])
 def test_scaled_dot_product_attention_of_four_axes(isa, dtype, mask_shape, rng):
     Q, K, V = normal(rng, dtype, 3, 2, 5, 4), normal(rng, dtype, 3, 2, 7, 4), normal(rng, dtype, 3, 2, 7, 6)
@@ -58,7 +69,7 @@ def test_scaled_dot_product_attention_of_four_axes(isa, dtype, mask_shape, rng):
     close(weights, expected_weights, dtype)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("L", [1, 2, 17, 300])
 def test_attention_and_its_weights_agree(dtype, L, rng):
     q, k, v, _ = draw(rng, 2, 3, 3, L, L, 8, 5, dtype)
@@ -68,7 +79,7 @@ def test_attention_and_its_weights_agree(dtype, L, rng):
     close(output, weights.astype(np.float64) @ v, dtype)
 
 
-@dtypes
+@all_dtypes
 def test_weights_sum_to_one_per_head_and_are_lower_triangular_where_causal(isa, dtype, rng):
     x = normal(rng, dtype, 2, 33, 24)
     for mask in (None, fastmha.create_causal_mask(33)):
@@ -80,7 +91,7 @@ def test_weights_sum_to_one_per_head_and_are_lower_triangular_where_causal(isa, 
     assert (weights[..., 0, 0] == 1).all()
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize(("B", "n", "m", "d"), [(0, 3, 3, 2), (2, 0, 3, 2), (2, 3, 0, 2), (2, 3, 3, 0)])
 def test_textbook_functions_of_empty_arrays(dtype, B, n, m, d):
     output, weights = fastmha.scaled_dot_product_attention(
@@ -109,7 +120,7 @@ def test_textbook_functions_of_empty_arrays(dtype, B, n, m, d):
 # ----------------------------------------------------------------------------------------------------------- multi-head
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("causal", [False, True])
 def test_multi_head_attention_core(isa, dtype, num_heads, causal, rng):
@@ -140,7 +151,7 @@ def drawn_weights(rng, dtype, d_q, d_k, d_v, d_model, d_out, biases=""):
     return weights | {f"b_{letter}": normal(rng, dtype, shapes[letter][1]) for letter in biases}
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("biases", ["", "QKVO", "O", "QV"])
 @pytest.mark.parametrize("num_heads", [1, 4])
 def test_multi_head_attention(isa, dtype, biases, num_heads, rng):
@@ -265,7 +276,7 @@ def test_saturated_weights_pass_no_gradient_and_scaled_ones_do(rng):
     assert sizes[0] < sizes[1] / 100
 
 
-@dtypes
+@all_dtypes
 def test_weights_over_512_keys_do_not_vanish(isa, dtype, rng):
     x = normal(rng, dtype, 1, 512, 64)
     output, weights = fastmha.multi_head_attention_core(x, x, x, 4)

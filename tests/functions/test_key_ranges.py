@@ -15,6 +15,7 @@ from support import (
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     assert_same,
     bits,
@@ -149,7 +150,7 @@ def test_each_way_to_say_a_range_gives_the_same_bits(algorithm, rng):
         assert_same(whole, run(fastmha, *arrays, key_ranges=ranges, algorithm=algorithm))
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("algorithm", [*NAMED, "decode"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_no_bit_depends_on_keys_and_values_outside(isa, dtype, algorithm, poison, rng):

@@ -5,7 +5,18 @@ import itertools
 
 import numpy as np
 import pytest
-from support import NAMED, assert_close, assert_same, draw, dtypes, error_bounds, in_float64, run, same_bits
+from support import (
+    NAMED,
+    all_dtypes,
+    assert_close,
+    assert_same,
+    draw,
+    dtypes,
+    error_bounds,
+    in_float64,
+    run,
+    same_bits,
+)
 
 import fastmha
 from fastmha import Capture
@@ -45,7 +56,7 @@ def turned(x):
     return x if x.ndim == 3 else x.swapaxes(1, 2)
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize(
     ("algorithm", "name"), [x for x in itertools.product((*NAMED, "decode"), PROBLEMS) if x != ("decode", "several blocks")]
 )
@@ -64,7 +75,7 @@ def test_the_output_has_the_bits_of_that_of_transposed_views(isa, dtype, algorit
     assert same_bits(into, out)
 
 
-@dtypes
+@all_dtypes
 @problems
 def test_gradients_have_the_bits_of_those_of_transposed_views(isa, dtype, name, rng):
     """Of "tiled": where they are written changes nothing. BLAS may round otherwise to another stride; see the next test."""
@@ -92,7 +103,7 @@ def test_rows_that_lie_by_head_give_the_same_to_rounding(dtype, algorithm, name,
     assert_close(list(map(turned, by_row)), [x.astype(np.float64) for x in by_head], bounds)
 
 
-@dtypes
+@all_dtypes
 @problems
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_the_plan_is_that_of_transposed_views(dtype, name, backward, rng):
@@ -104,7 +115,7 @@ def test_the_plan_is_that_of_transposed_views(dtype, name, backward, rng):
     assert receipts[0].replace("layout BLHD", "layout BHLD") == receipts[1]
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("name", ["few rows", "window and padding", "boolean mask"])
 @pytest.mark.parametrize("reduce", [None, "sum_q"])
 def test_captures_have_the_bits_of_those_of_transposed_views(dtype, name, reduce, rng):

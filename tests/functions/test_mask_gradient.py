@@ -10,6 +10,7 @@ from support import (
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     assert_gradient,
     assert_same,
@@ -73,7 +74,7 @@ def test_it_has_the_masks_shape(dtype, algorithm, shape, rule, rng):
     check(*arrays, mask=mask_of(rng, shape, dtype), need_bias_grad=True, algorithm=algorithm, **keywords)
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize(("Lq", "Lk"), [(1, 1), (1, 193), (64, 64), (65, 191), (2, 385)])
 def test_lengths_around_the_edges_of_blocks_and_tiles(isa, dtype, algorithm, Lq, Lk, rng):
@@ -118,7 +119,7 @@ def test_it_is_the_central_difference(algorithm, shape, more, rng):
 # ------------------------------------------------------------------------------------------------- what it is like
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @shapes
 def test_it_is_0_where_the_mask_or_a_rule_removes(isa, dtype, algorithm, shape, rng):
@@ -152,7 +153,7 @@ def test_it_is_the_sum_of_that_of_a_mask_for_each_pair_in_double_precision(dtype
     assert (error <= np.finfo(dtype).eps * np.abs(wanted) + 1e-14 * sizes).all()
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_a_row_adds_up_to_0_or_to_what_its_sink_gets(dtype, algorithm, rng):
     """The softmax does not change with a constant along a row; with a sink, that is a key as well."""
@@ -167,7 +168,7 @@ def test_a_row_adds_up_to_0_or_to_what_its_sink_gets(dtype, algorithm, rng):
     assert (error <= bounds[0] + bounds[1].sum(axis=(0, 2, 3))).all()
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_asking_for_it_changes_no_other_bit(isa, dtype, algorithm, rng):
     arrays = draw(rng, 2, 4, 2, 70, 200, 5, 4, dtype)
@@ -178,7 +179,7 @@ def test_asking_for_it_changes_no_other_bit(isa, dtype, algorithm, rng):
         assert_same(plain, run(fastmha, *arrays, mask=mask, need_bias_grad=np.True_, algorithm=algorithm, **more)[:-1])
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @shapes
 def test_threads_change_no_bit(isa, dtype, algorithm, shape, rng):
@@ -192,7 +193,7 @@ def test_threads_change_no_bit(isa, dtype, algorithm, shape, rng):
 # ------------------------------------------------------------------------------------------------------- the firewall
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_changes_no_bit_where_removed_and_arrives_where_attended(isa, dtype, algorithm, poison, rng):
@@ -227,7 +228,7 @@ def test_what_is_not_finite_changes_no_bit_where_removed_and_arrives_where_atten
 # ------------------------------------------------------------------------------------------------------------- strides
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_every_way_in_which_the_mask_may_lie_gives_the_same_bits(isa, dtype, algorithm, rng):
     arrays = draw(rng, 2, 4, 2, 9, 70, 5, 4, dtype)
@@ -242,7 +243,7 @@ def test_every_way_in_which_the_mask_may_lie_gives_the_same_bits(isa, dtype, alg
             assert found[-1].flags.c_contiguous
 
 
-@dtypes
+@all_dtypes
 @algorithms
 def test_the_others_may_lie_in_every_way(dtype, algorithm, rng):
     """The same bits; BLAS may round otherwise at another address, within the bounds."""
@@ -261,7 +262,7 @@ def test_the_others_may_lie_in_every_way(dtype, algorithm, rng):
             assert_same(first, found, (name, which))
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @shapes
 def test_a_broadcast_view_gets_a_gradient_of_its_full_shape(dtype, algorithm, shape, rng):

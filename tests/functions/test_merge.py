@@ -7,7 +7,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_same, draw, dtypes, error_bounds, in_float64, layouts, padded, same_bits
+from support import (
+    RESULTS,
+    all_dtypes,
+    assert_dtypes,
+    assert_same,
+    computed,
+    draw,
+    eps,
+    error_bounds,
+    in_float64,
+    layouts,
+    padded,
+    same_bits,
+)
 
 import fastmha
 from fastmha import reference
@@ -41,9 +54,9 @@ def check(arrays, cuts, layout="BHLD", **keywords):
         merged = result
     wide, keywords = in_float64(arrays, {**keywords, "layout": layout})
     expected = reference.attention(*wide[:3], return_lse=True, **keywords)
+    assert_dtypes(merged, RESULTS[:2], q, k, keywords)
     for got, wanted, bound in zip(merged, expected, error_bounds(*wide, q.dtype, **keywords)[:2], strict=True):
         assert got.shape == wanted.shape
-        assert got.dtype == q.dtype
         finite = np.isfinite(wanted)
         assert np.array_equal(got[~finite], wanted[~finite])
         assert np.abs(got[finite] - wanted[finite]).max(initial=0) <= bound * len(sides)
@@ -54,7 +67,8 @@ def sides(rng, dtype=np.float64, layout="BHLD", shape=(2, 3, 4, 5)):
     """out1, lse1, out2, lse2 of any size."""
     b, h, length, width = shape
     out_shape = shape if layout == "BHLD" else (b, length, h, width)
-    return [rng.standard_normal(s).astype(dtype) for s in (out_shape, shape[:3], out_shape, shape[:3])]
+    arrays = [rng.standard_normal(s).astype(dtype) for s in (out_shape, shape[:3], out_shape, shape[:3])]
+    return [x.astype(computed(dtype)) if x.ndim == 3 else x for x in arrays]
 
 
 # ------------------------------------------------------------------------------------------------- against the whole
@@ -75,7 +89,7 @@ RULES = {
 }
 
 
-@dtypes
+@all_dtypes
 @layouts
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("cuts", [(0, 20, 50), (0, 0, 50), (0, 50, 50), (0, 1, 17, 17, 49, 50)])
@@ -84,7 +98,7 @@ def test_merged_parts_are_attention_over_all_keys(dtype, layout, rules, cuts, rn
 
 
 @pytest.mark.filterwarnings("ignore::fastmha.ConventionWarning")  # parts of which nothing is left
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("cuts", [(0, 20, 50), (0, 5, 10, 45, 50)])
 def test_merged_parts_under_a_mask(dtype, kind, cuts, rng):
@@ -104,20 +118,20 @@ def test_any_splits(cuts, dtype, layout, offset, seed):
     check(draw(np.random.default_rng(seed), 2, 2, 1, 6, 40, 4, 3, dtype, layout), [0, *sorted(cuts), 40], layout, **rules)
 
 
-@dtypes
+@all_dtypes
 def test_the_order_of_merging_matters_in_rounding_alone(dtype, rng):
     a, b, c = [tuple(sides(rng, dtype)[:2]) for _ in range(3)]
     left = fastmha.merge(*fastmha.merge(*a, *b), *c)
     right = fastmha.merge(*a, *fastmha.merge(*b, *c))
     for x, y in zip(left, right, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=30 * np.finfo(dtype).eps)
+        np.testing.assert_allclose(x, y, rtol=0, atol=30 * eps(dtype))
     assert_same(fastmha.merge(*a, *b), fastmha.merge(*b, *a))
 
 
 # ---------------------------------------------------------------------------------------------------------- empty sides
 
 
-@dtypes
+@all_dtypes
 @layouts
 def test_an_empty_side_leaves_the_bits_of_the_other(dtype, layout, rng):
     out1, lse1, out2, lse2 = sides(rng, dtype, layout)
@@ -133,7 +147,7 @@ def test_an_empty_side_leaves_the_bits_of_the_other(dtype, layout, rng):
             assert same_bits(merged[1], lse1)
 
 
-@dtypes
+@all_dtypes
 @layouts
 def test_two_empty_sides_are_an_empty_row(dtype, layout, rng):
     out1, lse1, out2, lse2 = sides(rng, dtype, layout)
@@ -155,13 +169,13 @@ def test_rows_that_are_empty_on_one_side_change_no_other_row(rng):
             assert same_bits(x[:, :, row], source[:, :, row])
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("distance", [0, 5, -5, 1e4, -1e4])
 def test_what_is_not_finite_reaches_the_rows_in_which_it_has_weight_alone(dtype, value, distance, rng):
     """As in attention over all keys, a weight that underflows is one: 0 * NaN is NaN."""
     out1, lse1, out2, lse2 = sides(rng, dtype)
-    lse2 += dtype(distance)
+    lse2 += lse2.dtype.type(distance)
     wanted, _ = fastmha.merge(out1, lse1, out2, lse2)
     out2[0, 1, 2, 3] = value
     got, _ = fastmha.merge(out1, lse1, out2, lse2)
@@ -181,10 +195,10 @@ def test_a_lse_that_is_nan_makes_its_row_nan(rng):
     assert np.isfinite(out).sum() == out.size - out.shape[-1]
 
 
-@dtypes
+@all_dtypes
 def test_far_apart_and_large_lses_neither_overflow_nor_lose_the_larger(dtype, rng):
     out1, lse1, out2, lse2 = sides(rng, dtype)
-    largest = np.finfo(dtype).max
+    largest = np.finfo(lse1.dtype).max
     for a, b in ((1e4, -1e4), (largest, -largest), (1e30, 0), (largest, 1)):
         lse1[...], lse2[...] = a, b
         out, lse = fastmha.merge(out1, lse1, out2, lse2)
@@ -193,8 +207,8 @@ def test_far_apart_and_large_lses_neither_overflow_nor_lose_the_larger(dtype, rn
     for level in (3e4, -3e4, largest, -largest):
         lse1[...], lse2[...] = level, level
         out, lse = fastmha.merge(out1, lse1, out2, lse2)
-        np.testing.assert_allclose(out, (out1 + out2) / 2, rtol=0, atol=4 * np.finfo(dtype).eps)
-        np.testing.assert_allclose(lse, lse1 + dtype(np.log(2)), rtol=np.finfo(dtype).eps)
+        np.testing.assert_allclose(out, (out1 + out2) / 2, rtol=0, atol=4 * eps(dtype))
+        np.testing.assert_allclose(lse, lse1 + lse1.dtype.type(np.log(2)), rtol=np.finfo(lse.dtype).eps)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -233,7 +247,9 @@ def zeros(*shape, dtype=np.float64):
 ERRORS = {
     "layout": ({"layout": "BDLH"}, ValueError, r'layout must be "BHLD" or "BLHD", got \'BDLH\''),
     "out1 of three axes": ({"out1": zeros(2, 3, 4)}, ValueError, r'out1 must have 4 axes \(B, H, L, D\) for layout "BHLD"'),
-    "out1 of integers": ({"out1": np.zeros((2, 3, 4, 5), int)}, TypeError, r"out1 must be float32 or float64.*got int64"),
+    "out1 of integers": (
+        {"out1": np.zeros((2, 3, 4, 5), int)}, TypeError, r"out1 must be float32, float64, float16 or bfloat16.*got int64"
+    ),
     "out2 of another dtype": (
         {"out2": zeros(2, 3, 4, 5, dtype=np.float32)}, TypeError, r"out2 has dtype float32 but out1 has float64",
     ),

@@ -18,6 +18,7 @@ from support import (
     ISAS,
     NAMED,
     Guard,
+    all_dtypes,
     assert_close,
     assert_same,
     bits,
@@ -120,8 +121,9 @@ def check(q, k, v, g, lengths_q, lengths_k=None, bounded=True, **keywords):
     before = [x.copy() for x in inputs]
     results = run(fastmha, q, k, v, g, lengths_q, lengths_k, **keywords)
     assert_same(inputs, before)
+    names = (*support.RESULTS, "grad_sinks")
+    support.assert_dtypes(results, names[: len(results)], q, k, keywords)
     for x in results:
-        assert x.dtype == q.dtype
         assert x.flags.writeable
         assert x.flags.c_contiguous
         assert not any(np.may_share_memory(x, y) for y in (*inputs, *results) if y is not x)
@@ -141,7 +143,7 @@ def assert_same_but_for_blas(algorithm, results, expected):
         assert_same(results, expected)
         return
     for x, y in zip(results, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(x.dtype).eps)
+        np.testing.assert_allclose(x, y, rtol=0, atol=1000 * support.eps(x.dtype))
 
 
 # ----------------------------------------------------------------------------------------------------------- the oracle
@@ -157,7 +159,7 @@ def test_lengths_around_the_edges_of_vectors_blocks_and_tiles(isa, dtype, rules,
 
 
 @every_isa
-@dtypes
+@all_dtypes
 def test_other_lengths_of_keys_than_of_queries(isa, dtype, rng):
     lengths_q, lengths_k = (3, 0, 70, 1, 130, 0, 9), (200, 5, 0, 191, 64, 0, 1)
     arrays = draw(rng, lengths_q, lengths_k, H=4, Hkv=2, dtype=dtype)
@@ -167,7 +169,7 @@ def test_other_lengths_of_keys_than_of_queries(isa, dtype, rng):
 
 
 @every_isa
-@dtypes
+@all_dtypes
 def test_few_queries_on_keys_around_the_edges_of_chunks(isa, dtype, rng):
     lengths_q, lengths_k = (1, 2, 0, 1, 3, 1, 16, 1), (512, 511, 9, 513, 1025, 0, 70, 1)
     arrays = draw(rng, lengths_q, lengths_k, H=4, Hkv=1, D=6, dtype=dtype)
@@ -185,7 +187,7 @@ def test_one_sequence(isa, algorithm, n, rng):
                                                         algorithm=algorithm)[:2]))  # fmt: skip
 
 
-@dtypes
+@all_dtypes
 @everywhere
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 def test_no_sequence_and_none_with_tokens(isa, dtype, algorithm, lengths, rng):
@@ -286,7 +288,7 @@ def test_gradients_are_central_differences(algorithm, rng):
 
 
 @every_isa
-@dtypes
+@all_dtypes
 @everywhere
 def test_no_bit_depends_on_another_sequence_whatever_it_holds(isa, dtype, algorithm, rng):
     lengths_q, lengths_k = (7, 16, 0, 1, 9), (70, 193, 4, 300, 9)
@@ -333,7 +335,7 @@ def test_sequences_of_one_length_are_a_batch(isa, algorithm, rng):
     assert same_bits(found[5], batch[5])
 
 
-@dtypes
+@all_dtypes
 @pytest.mark.parametrize("rules", [{}, {"is_causal": True, "softcap": 2.0}, {"dropout": 0.2, "seed": 1}], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_long_sequence_beside_short_ones_is_split_among_threads_with_the_same_bits(isa, dtype, rules, sinks, rng, monkeypatch):
@@ -392,7 +394,7 @@ def test_defaults_are_those_of_attention(rng):
 
 
 @every_isa
-@dtypes
+@all_dtypes
 @guards
 @pytest.mark.parametrize("poison", [False, True], ids=["finite", "NaN"])
 def test_nothing_outside_the_arrays_is_touched(isa, dtype, kind, poison, rng):
@@ -421,7 +423,7 @@ def test_nothing_outside_the_arrays_is_touched(isa, dtype, kind, poison, rng):
                 assert_same_but_for_blas(algorithm, results, wanted)
 
 
-@dtypes
+@all_dtypes
 @everywhere
 def test_arrays_may_lie_in_every_way(isa, dtype, algorithm, rng):
     lengths_q, lengths_k = (3, 0, 16, 1), (70, 2, 0, 193)
@@ -461,7 +463,7 @@ def test_keys_of_one_head_broadcast_are_those_of_each(isa, algorithm, rng):
 
 
 @everywhere
-@dtypes
+@all_dtypes
 def test_out_is_written_wherever_it_lies(isa, dtype, algorithm, rng):
     lengths = (3, 0, 16, 9)
     q, k, v, _ = draw(rng, lengths, dtype=dtype)
@@ -541,8 +543,8 @@ SHARED = {
     "q of four axes": ({"q": zeros(1, TQ, H, D)}, ValueError, "q must have 3 axes (tokens, H, D), got shape (1, 7, 4, 3)"),
     "k of two axes": ({"k": zeros(TK, D)}, ValueError, "k must have 3 axes (tokens, H, D), got shape (9, 3)"),
     "v of float16": ({"v": zeros(TK, HKV, DV, dtype=np.float16)}, TypeError,
-                     "v must be float32 or float64 ...got float16: cast it..."),
-    "q nothing": ({"q": None}, TypeError, "q must be float32 or float64 (native byte order), got None"),
+                     "v has dtype float16 but q has float32: they must share one dtype"),
+    "q nothing": ({"q": None}, TypeError, "q must be float32, float64, float16 or bfloat16 (native byte order), got None"),
     "q masked": ({"q": np.ma.zeros((TQ, H, D))}, TypeError, "q is a masked array, whose mask would be lost: pass q.filled(...)"),
     "k of another dtype": ({"k": zeros(TK, HKV, D, dtype=np.float64)}, TypeError,
                            "k has dtype float64 but q has float32: they must share one dtype"),

@@ -6,7 +6,20 @@ Lengths lie around the edges of blocks (64 rows) and tiles (192 keys). The bits 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DTYPES, ISAS, LAYOUTS, NAMED, assert_close, assert_same, crossed_oracle, draw, oracle, results_of, selected
+from support import (
+    DTYPES,
+    HALVES,
+    ISAS,
+    LAYOUTS,
+    NAMED,
+    assert_close,
+    assert_same,
+    crossed_oracle,
+    draw,
+    oracle,
+    results_of,
+    selected,
+)
 
 import fastmha
 
@@ -60,8 +73,8 @@ ANY = st.tuples(*(st.booleans() for _ in NAMES)).map(lambda chosen: {name for na
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(1, 3), HEADS, LENGTHS, LENGTHS, WIDTHS, WIDTHS, ANY, MASKS, st.sampled_from(DTYPES),
-    st.sampled_from(LAYOUTS), st.sampled_from(ISAS),
+    st.integers(0, 2**32), st.integers(1, 3), HEADS, LENGTHS, LENGTHS, WIDTHS, WIDTHS, ANY, MASKS,
+    st.sampled_from((*DTYPES, *HALVES)), st.sampled_from(LAYOUTS), st.sampled_from(ISAS),
 )  # fmt: skip
 def test_every_rule_with_every_other_in_every_pair_of_algorithms(seed, B, heads, Lq, Lk, D, Dv, names, mask, dtype, layout, isa):
     rng = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ from support import (
     LAYOUTS,
     NAMED,
     algorithms,
+    all_dtypes,
     assert_close,
     assert_gradient,
     assert_same,
@@ -60,7 +61,7 @@ rules = pytest.mark.parametrize("rule", RULES)
 # ----------------------------------------------------------------------------------------------------------- the oracle
 
 
-@dtypes
+@all_dtypes
 @algorithms
 @rules
 def test_they_join_the_denominator_and_the_lse(isa, dtype, algorithm, rule, rng):
@@ -116,7 +117,7 @@ def test_their_gradients_are_central_differences(first, second, rng):
 # ------------------------------------------------------------------------------------------------- what they are like
 
 
-@dtypes
+@all_dtypes
 @with_decode
 @layouts
 def test_minus_infinity_gives_the_bits_of_none(isa, dtype, algorithm, layout, rng):
@@ -211,7 +212,7 @@ def test_beside_a_sink_so_large_all_weights_vanish(isa, dtype, algorithm, second
         assert not x.any()
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_a_sink_that_is_no_number_is_the_users(isa, dtype, algorithm, rng):
     """NaN, and +inf, make NaN of the rows of their heads that are not empty, and change no bit of the others."""
@@ -224,7 +225,7 @@ def test_a_sink_that_is_no_number_is_the_users(isa, dtype, algorithm, rng):
     assert not bits(out[1]).any()
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_the_firewall_holds_beside_sinks(isa, dtype, algorithm, rng):
     q, k, v, g = draw(rng, 2, 2, 1, 20, 300, 5, 4, dtype)
@@ -244,7 +245,7 @@ def test_the_firewall_holds_beside_sinks(isa, dtype, algorithm, rng):
             assert np.array_equal(np.isnan(grad_sinks), [False, True])
 
 
-@dtypes
+@all_dtypes
 @with_decode
 def test_every_way_in_which_they_may_lie_gives_the_same_bits(dtype, algorithm, rng):
     arrays = draw(rng, 2, 4, 2, 9, 30, 5, 4, dtype)

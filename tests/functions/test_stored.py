@@ -374,5 +374,5 @@ def test_a_cache_gives_the_attention_over_its_converted_keys_and_values(isa, dty
 def test_an_element_type_that_is_none_of_these_is_refused(dtype, name, rng):
     q, k, v = (x.astype(dtype) for x in draw(rng, dtype, "float16"))
     problem = make_problem(q, k, v)
-    with pytest.raises(TypeError, match=rf"k and v must be float32, .* or bfloat16 \(as uint16\), got {np.dtype(name)}"):
+    with pytest.raises(TypeError, match=rf"operands must be float32, .* or bfloat16 \(as uint16\), got {np.dtype(name)}"):
         problem.with_heads(q, k.astype(name), v.astype(name))

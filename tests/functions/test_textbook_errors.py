@@ -27,12 +27,12 @@ TEXTBOOK = {
     "softmax of integers": (
         lambda: fastmha.softmax(np.arange(3)),
         TypeError,
-        r"x must be float32 or float64.*got int64",
+        r"x must be float32, float64, float16 or bfloat16.*got int64",
     ),
     "softmax of another byte order": (
         lambda: fastmha.softmax(np.ones(3, np.dtype(float).newbyteorder("S"))),
         TypeError,
-        r"x must be float32 or float64 \(native byte order\), got [<>]f8",
+        r"x must be float32, float64, float16 or bfloat16 \(native byte order\), got [<>]f8",
     ),
     "softmax on no threads": (
         lambda: fastmha.softmax(x3, num_threads=0),
@@ -57,7 +57,7 @@ TEXTBOOK = {
     "softmax_backward from integers": (
         lambda: fastmha.softmax_backward(x3, np.arange(3)),
         TypeError,
-        r"softmax_output must be float32 or float64",
+        r"softmax_output must be float32, float64, float16 or bfloat16",
     ),
     "softmax_backward of a number": (
         lambda: fastmha.softmax_backward(1.0, 1.0),

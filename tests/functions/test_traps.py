@@ -74,10 +74,10 @@ BESIDE = {
         "^lengths must hold integers, got dtype object$"),
     "mask, dtype": (
         lambda: fastmha.create_causal_mask(2, dtype="x" * 9999), TypeError,
-        "^dtype must be bool, float32 or float64, got 'xxx.{75,99}$"),
+        "^dtype must be bool, float32, float64, float16 or bfloat16, got 'xxx.{75,99}$"),
     "mask, a dtype that is parsed": (
         lambda: fastmha.create_causal_mask(2, dtype="f4,,"), TypeError,
-        "^dtype must be bool, float32 or float64, got 'f4,,'$"),
+        "^dtype must be bool, float32, float64, float16 or bfloat16, got 'f4,,'$"),
     "flops, is_causal": (
         lambda: analysis.count_flops(1, 1, 8, 2, is_causal=1), TypeError,
         "^is_causal must be True or False, got 1$"),
@@ -215,13 +215,18 @@ def test_a_matrix_is_a_mask_of_two_axes():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_half_precision_says_how_to_cast(name):
-    half = Q.astype(np.float16)
-    fails(lambda: attend(**{name: half}), TypeError,
-          rf"^{name} must be .*got float16: cast it to float32, {name}\.astype\(np\.float32\); a KVCache may store float16$")
+def test_one_operand_of_half_precision_says_what_the_others_are(name):
+    wrong, right = {"q": "kq", "k": "vk", "v": "vq"}[name]
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    fails(lambda: attend(**{name: Q.astype(bfloat16)}), TypeError,
-          rf"^{name} must be .*got bfloat16: .*{name}\.astype\(np\.float32\); a KVCache may store bfloat16$")
+    for half in (np.float16, bfloat16):
+        fails(lambda: attend(**{name: Q.astype(half)}), TypeError,  # noqa: B023
+              rf"^{wrong} has dtype \w+ but {right} has \w+: they must share one dtype$")
+
+
+def test_half_precision_elsewhere_says_how_to_cast():
+    fails(lambda: fastmha.linear(Q.astype(np.float16)[0, 0], np.ones((8, 8), np.float16)), TypeError,
+          r"^x must be .*got float16: cast it to float32, x\.astype\(np\.float32\); a KVCache may store float16$")
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     fails(lambda: fastmha.MultiHeadAttention(8, 2, rng=0).forward(X.astype(bfloat16)), TypeError,
           r"^X must hold real numbers, got dtype bfloat16: cast it to float32, X\.astype\(np\.float32\)$")
 
