@@ -250,7 +250,7 @@ cdef class Problem:
 
     q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset,
     key_starts and key_lengths (B,) int64 or None, no start beyond its length; sinks and alibi (H,) of q's dtype, contiguous, or
-    None; draws of dropout (probability, seed, and the number of the first batch row, head and query) or None; all aligned, last
+    None; draws of dropout (probability, seed, and the number of the first batch row, head, query and key) or None; all aligned, last
     axis of q, k, v with unit stride. k and v may be stored as float16, bfloat16 (as uint16) or the other float, for "tiled" and
     "decode" forward.
     """
@@ -289,7 +289,8 @@ cdef class Problem:
         self.c.alibi = pointer(alibi, False) if alibi is not None else NULL
         self.c.dropout.factor = 0
         if draws is not None:
-            probability, self.c.dropout.seed, self.c.dropout.b, self.c.dropout.h, self.c.dropout.i = draws
+            probability, self.c.dropout.seed = draws[:2]
+            self.c.dropout.b, self.c.dropout.h, self.c.dropout.i, self.c.dropout.j = draws[2:]
             self.c.dropout.factor = 1 / (1 - <double>probability)
             self.c.dropout.below = min(<uint64_t>(<double>probability * 4294967296 + 0.5), <uint64_t>4294967295)
         self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws)

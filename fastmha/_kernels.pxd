@@ -25,7 +25,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         double factor
         uint32_t below
         uint64_t seed
-        int64_t b, h, i
+        int64_t b, h, i, j
 
     ctypedef struct fmha_problem:
         ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv
