@@ -63,7 +63,6 @@ class Rules(NamedTuple):
     alibi: Any = None
     dropout: Any = 0.0
     seed: Any = None
-    first: Any = (0, 0, 0, 0)           # no caller's: see `drawing`
 
     def at(self, offset: Any, key_padding_lengths: Any) -> Rules:
         """These rules with another offset and other padding lengths; `_replace` would cost a step of few microseconds more."""
@@ -306,8 +305,7 @@ def heads(name: str, x: Any, layout: str) -> np.ndarray:
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
-    (mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed,
-     first) = rules
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed = rules
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout), heads("k", k, layout), heads("v", v, layout)
@@ -362,7 +360,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     if alibi is not None:
         alibi = _of_heads("alibi", alibi, H, q.dtype)
     if type(dropout) is not float or dropout != 0 or seed is not None:
-        draws = drawing(dropout, seed, first)
+        draws = drawing(dropout, seed)
     if right is None and window is None and alibi is None:
         if offset is not None:
             raise ValueError(f"offset is given ({short(offset)}) but none of is_causal, window and alibi, which it would shift")
@@ -388,9 +386,8 @@ def _of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
     return np.require(values, None, ("C", "A"))
 
 
-def drawing(dropout: Any, seed: Any, first: tuple[int, int, int, int] = (0, 0, 0, 0)) -> tuple[float | int, ...] | None:
-    """(probability, seed, and `first`: the numbers of the first batch row, head, query and key in the draws), None where nothing
-    is dropped."""
+def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int, int] | None:
+    """(probability, seed, and the numbers of the first batch row, head, query and key in the draws), None where nothing drops."""
     real = isinstance(dropout, Real) and not isinstance(dropout, (bool, np.bool_))
     if not real:
         raise TypeError(f"dropout must be a number in [0, 1), got {short(dropout)}")
@@ -402,7 +399,7 @@ def drawing(dropout: Any, seed: Any, first: tuple[int, int, int, int] = (0, 0, 0
         raise ValueError("seed must be given with dropout, an int from 0 to 2**64 - 1, another one for each call that is to draw "
                          f"anew; got dropout {short(dropout)} and no seed")
     number = integer("seed", seed, 0, 2**64 - 1)
-    return (float(dropout), number, *first) if float(dropout) > 0 else None
+    return (float(dropout), number, 0, 0, 0, 0) if float(dropout) > 0 else None
 
 
 def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, float]:
