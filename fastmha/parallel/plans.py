@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -131,3 +133,32 @@ class ParallelPlan:
             f"{self.flops_per_second / 1e9:.3g} GF/s a rank; link {self.link.latency_seconds * 1e6:.3g} µs, "
             f"{self.link.bytes_per_second / 1e9:.3g} GB/s", *lines,
             f"predicted {self.seconds:.3g} s; {self.flops:,} FLOPs, balance {self.balance:.3f}"])
+
+
+class HeadCut(NamedTuple):
+    """The query heads of a rank, the key/value heads that they read, and whether no earlier rank holds these."""
+
+    heads: slice
+    kv_heads: slice
+    is_first: bool
+
+
+def cut_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[HeadCut]:
+    """Each rank's heads: whole groups, as evenly as they go; where ranks outnumber key/value heads, each of these goes to
+    several ranks that share out its group. The first ranks have more."""
+    if ranks > num_heads:
+        raise ValueError(f"comm must have at most a rank for each of the {num_heads} heads, got {ranks} ranks")
+    group = num_heads // num_kv_heads
+    if ranks <= num_kv_heads:
+        return [HeadCut(slice(start * group, stop * group), slice(start, stop), True)
+                for start, stop in _evenly(0, num_kv_heads, ranks)]
+    return [HeadCut(slice(start, stop), slice(n, n + 1), start == n * group)
+            for n, (first, end) in enumerate(_evenly(0, ranks, num_kv_heads))
+            for start, stop in _evenly(n * group, (n + 1) * group, end - first)]
+
+
+def _evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """start to stop in so many runs, the longer ones first."""
+    least, more = divmod(stop - start, parts)
+    ends = [start + n * least + min(n, more) for n in range(parts + 1)]
+    return list(pairwise(ends))

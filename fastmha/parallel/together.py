@@ -36,8 +36,8 @@ class Team:
     ----------
     rank, size : int
     messages, bytes : int
-        What this rank has handed to MPI so far: each reduction one message of its buffer's bytes, each array sent to another rank one.
-        What is received is counted by its sender, what is said after an error by nobody.
+        What this rank has handed to MPI so far: each reduction is one message of its buffer's bytes, and so is each array that
+        goes to another rank. What is received is counted by its sender, what is said after an error by nobody.
 
     Raises
     ------
@@ -70,7 +70,8 @@ class Team:
         work : callable
             This rank's checks or computation. It sends nothing.
         alike : callable, optional
-            Returns, after `work`, name -> what must be the same on all ranks, by its repr: of an array its shape and dtype alone.
+                Returns, after `work`, name -> what must be the same on all ranks, by its repr; of an array of more than 16 items
+            its dtype and shape alone.
 
         Raises
         ------
@@ -174,5 +175,6 @@ def mpi() -> Any:
 
 def _said(value: Any) -> str:
     if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype} of shape {value.shape}"
+        items = f" {validate.short(value.tolist())}" if value.size <= 16 else ""
+        return f"an array of {value.dtype} of shape {value.shape}{items}"
     return validate.short(value)
