@@ -235,7 +235,7 @@ def ring_attention_backward(
         of_out, result = (validate.usable(_by_head(validate.like(name, x, shape, whole.dtype, layout), layout))[0]
                           for name, x in (("grad_out", grad_out), ("out", out)))
         of_rows = validate.like("lse", lse, (B, H, Lq), whole.dtype, layout)
-        grad_mask = np.zeros(np.shape(whole.additive_mask)) if need_bias_grad else None
+        grad_mask = np.zeros(whole.additive_mask.shape) if need_bias_grad and whole.additive_mask is not None else None
         return ring, of_out, result, of_rows, np.zeros(np.shape(q), whole.dtype), grad_mask
 
     ring, of_out, result, of_rows, grad_q, grad_mask = team.agree(prepare, lambda: told)
@@ -246,9 +246,10 @@ def ring_attention_backward(
         sum_k, sum_v = ring.views(sums, owner)
         for at, of_keys, columns, problem in ring.problems(owner, keys):
             grads = [np.empty(x.shape, x.dtype) for x in (problem.q, problem.k, problem.v)]
-            piece = None if grad_mask is None else np.empty(problem.additive_mask.shape, whole.dtype)
+            piece = None if grad_mask is None else np.empty(np.shape(problem.additive_mask), whole.dtype)
             algorithms.backward(choose(problem, algorithm, backward=True)[0], problem, result[:, :, at],
-                                np.ascontiguousarray(of_rows[:, :, at]), of_out[:, :, at], *grads, ring.workers, piece)
+                                np.ascontiguousarray(of_rows[:, :, at]), of_out[:, :, at], grads[0], grads[1], grads[2],
+                                ring.workers, piece)
             for to, grad in zip((by_head[:, :, at], sum_k[:, :, of_keys], sum_v[:, :, of_keys]), grads):
                 to += grad
             if grad_mask is not None:
@@ -279,7 +280,8 @@ class _Ring:
         if rules.offset is None and (right is not None or rules.window is not None or rules.alibi is not None):
             rules = rules._replace(offset=validate.offsets(None, B, total_q, total))
         all_k, all_v = (np.broadcast_to(np.zeros(width, own.dtype), (B, Hkv, total, width)) for width in (D, Dv))     # stand-ins
-        self.whole = validate.attention_problem(own.q, all_k, all_v, "BHLD", rules)
+        # values are not looked at: a mask's slice may well remove everything, or what a whole one would be odd to
+        self.whole = validate.attention_problem(own.q, all_k, all_v, "BHLD", rules, values=False)
         choose(self.whole, rules.algorithm, backward)
         self.workers = threads.resolve(rules.num_threads)
         self.own_k, self.own_v = own.k, own.v
