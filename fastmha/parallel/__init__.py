@@ -11,7 +11,10 @@ Needs the extra ``mpi`` and an MPI library: ``pip install "fastmha[mpi]" mpich``
 `import fastmha` does not import it, and importing it does not import mpi4py: that is done by the first call.
 """
 from fastmha.parallel.heads import ShardedAttention, gather, shard
-from fastmha.parallel.plans import Link, ParallelPlan, RankPlan
+from fastmha.parallel.plans import Link, ParallelPlan, RankPlan, measured_rate, plan_shards
 from fastmha.parallel.together import OtherRankError, Team
 
-__all__ = ["Link", "OtherRankError", "ParallelPlan", "RankPlan", "ShardedAttention", "Team", "gather", "shard"]
+__all__ = [
+    "Link", "OtherRankError", "ParallelPlan", "RankPlan", "ShardedAttention", "Team", "gather", "measured_rate", "plan_shards",
+    "shard",
+]

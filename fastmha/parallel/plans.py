@@ -2,9 +2,16 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastmha import analysis, validate
+from fastmha.multihead import MultiHeadAttention
+from fastmha.parallel.together import AGREEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -26,9 +33,9 @@ class Link:
         for name, least in (("latency_seconds", "at least 0"), ("bytes_per_second", "above 0")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {value!r}")
+                raise TypeError(f"{name} must be a number, got {validate.short(value)}")
             if not (value > 0 or (value == 0 and least == "at least 0")):
-                raise ValueError(f"{name} must be {least}, got {value!r}")
+                raise ValueError(f"{name} must be {least}, got {validate.short(value)}")
 
     def seconds(self, size: int) -> float:
         """For one message of that many bytes from one rank to another."""
@@ -147,7 +154,7 @@ def cut_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[HeadCut]:
     """Each rank's heads: whole groups, as evenly as they go; where ranks outnumber key/value heads, each of these goes to
     several ranks that share out its group. The first ranks have more."""
     if ranks > num_heads:
-        raise ValueError(f"comm must have at most a rank for each of the {num_heads} heads, got {ranks} ranks")
+        raise ValueError(f"ranks must be at most one for each of the {num_heads} heads, got {ranks}")
     group = num_heads // num_kv_heads
     if ranks <= num_kv_heads:
         return [HeadCut(slice(start * group, stop * group), slice(start, stop), True)
@@ -162,3 +169,143 @@ def _evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
     least, more = divmod(stop - start, parts)
     ends = [start + n * least + min(n, more) for n in range(parts + 1)]
     return list(pairwise(ends))
+
+
+def measured_rate(seq_len: int, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, dtype: Any = np.float32,
+                  backward: bool = False, num_threads: int | None = None, seconds: float = 0.3) -> float:
+    """FLOP/s of this machine: the fastest of a few forward passes of a module, or of training steps.
+
+    Parameters
+    ----------
+    seq_len, d_model, num_heads, num_kv_heads, dtype
+        Of the module and its input, of one batch row.
+    backward : bool
+        Time a forward and a backward pass together.
+    num_threads : int, optional
+        Of each pass: what a rank is to use.
+    seconds : float
+        After which no further pass begins. There are at least two, and the first is not timed.
+
+    Returns
+    -------
+    float
+        By the count of `fastmha.analysis.count_flops`.
+    """
+    module = MultiHeadAttention(d_model, num_heads, num_kv_heads=num_kv_heads, dtype=dtype, rng=0)
+    X = np.random.default_rng(1).standard_normal((1, validate.length("seq_len", seq_len), d_model)).astype(module.dtype)
+    backward = validate.flag("backward", backward)
+    flops = analysis.count_flops(1, seq_len, d_model, num_heads, n_kv_heads=num_kv_heads, backward=backward)
+    begun, fastest = time.perf_counter(), math.inf
+    while True:
+        start = time.perf_counter()
+        out = module.forward(X, training=backward, num_threads=num_threads)
+        if backward:
+            module.backward(out, num_threads=num_threads)
+        now = time.perf_counter()
+        if start > begun:
+            fastest = min(fastest, now - start)
+            if now - begun > seconds:
+                return flops / fastest
+        else:
+            begun = start
+
+
+def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ranks: int, *, num_kv_heads: int | None = None,
+                head_dim: int | None = None, use_bias: bool | str = False, dtype: Any = np.float32, is_causal: bool = False,
+                window: tuple[int | None, int | None] | None = None, backward: bool = False,
+                flops_per_second: float | None = None, link: Link) -> ParallelPlan:
+    """What `shard` of such a module on so many ranks would hold, and its forward compute and send.
+
+    Parameters
+    ----------
+    batch_size, seq_len : int
+        B and L of X.
+    d_model, num_heads, num_kv_heads, head_dim, use_bias, dtype
+        Of the module.
+    ranks : int
+        At most num_heads.
+    is_causal, window
+        As in `fastmha.analysis.count_flops`, which counts the FLOPs.
+    backward : bool
+        Plan a forward and a backward pass together.
+    flops_per_second : float, optional
+        Of one rank; default: `measured_rate` of this machine at this length (at most 1024) and width, of one thread.
+    link : Link
+        Between any two ranks.
+
+    Returns
+    -------
+    ParallelPlan
+        Its seconds are those of the rank with the most FLOPs and of the Allreduces after them: nothing is overlapped. Messages
+        and bytes are those that `Team` counts.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `MultiHeadAttention` and `fastmha.analysis.count_flops`, and if there are more ranks than heads.
+
+    Examples
+    --------
+    >>> from fastmha.parallel import Link, plan_shards
+    >>> plan = plan_shards(1, 512, 1024, 16, 4, flops_per_second=5e10, link=Link(2e-6, 1e10))
+    >>> [rank.heads for rank in plan.ranks], plan.ranks[0].messages
+    ([4, 4, 4, 4], 2)
+    """
+    kind, ranks = checked_for_plan(dtype, link), validate.integer("ranks", ranks, 1)
+    validate.choice("use_bias", str(use_bias), ("True", "False", "qkv", "out"))
+    backward = validate.flag("backward", backward)
+    # checks the sizes as well
+    whole = analysis.count_flops(batch_size, seq_len, d_model, num_heads, n_kv_heads=num_kv_heads, d_k=head_dim,
+                                 is_causal=is_causal, window=window, backward=backward)
+    Hkv, D = num_kv_heads or num_heads, head_dim or d_model // num_heads
+    cuts = cut_heads(num_heads, Hkv, ranks)
+    rate = _rate(flops_per_second, seq_len, d_model, num_heads, num_kv_heads, kind, backward)
+    in_bias, out_bias = use_bias in (True, "qkv"), use_bias in (True, "out")
+    activations = batch_size * seq_len * d_model * kind.itemsize
+    sums = [activations]
+    if backward:
+        # with grad_X, where ranks share key/value heads, the gradients of W_K, W_V, b_K and b_V
+        sums.append(activations + 2 * Hkv * D * (d_model + in_bias) * kind.itemsize * (ranks > Hkv))
+    if ranks == 1:
+        sums = []
+    link_seconds = sum(link.allreduce_seconds(size, ranks) for total in sums for size in (AGREEMENT_BYTES, total))
+    plans = []
+    for rank, (heads, kv_heads, _) in enumerate(cuts):
+        h, hkv = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        weights = 2 * d_model * (h + hkv) * D + in_bias * (h + 2 * hkv) * D + out_bias * d_model
+        flops = analysis.count_flops(batch_size, seq_len, d_model, h, n_kv_heads=hkv, d_k=D, is_causal=is_causal, window=window,
+                                     backward=backward)
+        plans.append(RankPlan(rank, h, seq_len, f"heads {_run(heads)}, key/value heads {_run(kv_heads)}", weights * kind.itemsize,
+                              flops, 2 * len(sums), sum(sums) + AGREEMENT_BYTES * len(sums), flops / rate, link_seconds))
+    again = sum(plan.flops for plan in plans) - whole
+    what = (f"{num_heads} heads over {Hkv} key/value heads dealt to {ranks} rank{'s' * (ranks > 1)}: B {batch_size}, "
+            f"L {seq_len}, d_model {d_model}, {kind}, forward{' and backward' * backward}"
+            f"{f'; {again:,} FLOPs more than without ranks' if again else ''}")
+    return ParallelPlan(what, tuple(plans), max(plan.compute_seconds for plan in plans) + link_seconds, rate, link)
+
+
+def checked_for_plan(dtype: Any, link: Any) -> np.dtype:
+    """The dtype, float32 or float64; the link is checked as well."""
+    kind = validate.dtype_of(dtype)
+    if kind not in validate.FLOAT_TYPES:
+        raise TypeError(f"dtype must be float32 or float64, got {validate.short(dtype)}")
+    if not isinstance(link, Link):
+        raise TypeError(f"link must be a Link, got {validate.short(link)}")
+    return kind
+
+
+def _rate(flops_per_second: Any, seq_len: int, d_model: int, num_heads: int, num_kv_heads: int | None, dtype: np.dtype,
+          backward: bool) -> float:
+    """What was given, checked, or measured at this length and width, by one thread."""
+    if flops_per_second is None:
+        return measured_rate(max(1, min(seq_len, 1024)), d_model, num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
+                             backward=backward, num_threads=1)
+    if isinstance(flops_per_second, bool) or not isinstance(flops_per_second, (int, float)):
+        raise TypeError(f"flops_per_second must be a number, got {validate.short(flops_per_second)}")
+    if not 0 < flops_per_second < math.inf:
+        raise ValueError(f"flops_per_second must be finite and above 0, got {validate.short(flops_per_second)}")
+    return float(flops_per_second)
+
+
+def _run(heads: slice) -> str:
+    return f"{heads.start}" if heads.stop - heads.start == 1 else f"{heads.start}-{heads.stop - 1}"

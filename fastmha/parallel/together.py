@@ -112,8 +112,8 @@ class Team:
             for rank, given in enumerate(by_rank):
                 came.setdefault(given.get(name, "nothing"), []).append(rank)
             if len(came) > 1:
-                listed = "; ".join(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-                                   for value, ranks in came.items())
+                listed = "; ".join(f"{value if len(value) <= 200 else value[:197] + '...'} on rank{'s' * (len(ranks) > 1)} "
+                                   f"{', '.join(map(str, ranks))}" for value, ranks in came.items())
                 raise ValueError(f"{name} must be the same on all ranks, got {listed}")
         raise ValueError("all ranks must call the same function, got calls that differ")
 
@@ -141,6 +141,11 @@ class Team:
         """Until what `exchange` began has arrived."""
         for request in exchange:
             self._checked(request.Wait)
+
+    def progress(self, exchange: list[Any]) -> None:
+        """Let MPI move on what `exchange` began: many libraries do so only while they are called."""
+        for request in exchange:
+            self._checked(request.Test)
 
     def _reduce(self, array: np.ndarray, operation: Any) -> np.ndarray:
         if self.size > 1:
@@ -175,6 +180,6 @@ def mpi() -> Any:
 
 def _said(value: Any) -> str:
     if isinstance(value, np.ndarray):
-        items = f" {validate.short(value.tolist())}" if value.size <= 16 else ""
+        items = f" {value.tolist()}" if value.size <= 16 else ""
         return f"an array of {value.dtype} of shape {value.shape}{items}"
-    return validate.short(value)
+    return repr(value)

@@ -36,9 +36,9 @@ class Cases:
         self.count += 1
 
     @contextlib.contextmanager
-    def raises(self, kind, words):
-        """That kind of error, not one of its subclasses, with these words."""
-        with pytest.raises(kind, match=re.escape(words)) as raised:
+    def raises(self, kind, *words):
+        """That kind of error, not one of its subclasses, with all these words."""
+        with pytest.raises(kind, match="".join(f"(?=.*{re.escape(some)})" for some in words)) as raised:
             yield
         assert raised.type is kind, f"rank {RANK} of {SIZE}: {raised.type}"
         self.count += 1

@@ -1,9 +1,7 @@
 """A module on several ranks is the module on one: forward, backward, gather, caches. Argument: a folder for files."""
-import sys
-from pathlib import Path
 
 import numpy as np
-from common import COMM, DTYPES, RANK, SIZE, Cases
+from common import COMM, DTYPES, Cases
 
 import fastmha
 from fastmha.parallel import gather, shard
