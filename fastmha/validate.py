@@ -356,9 +356,9 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     left, right = band(is_causal, window)
     places = draws = None
     if sinks is not None:
-        sinks = _of_heads("sinks", sinks, H, q.dtype)
+        sinks = of_heads("sinks", sinks, H, q.dtype)
     if alibi is not None:
-        alibi = _of_heads("alibi", alibi, H, q.dtype)
+        alibi = of_heads("alibi", alibi, H, q.dtype)
     if type(dropout) is not float or dropout != 0 or seed is not None:
         draws = drawing(dropout, seed)
     if right is None and window is None and alibi is None:
@@ -377,7 +377,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     return problem
 
 
-def _of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
+def of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
     """values as a contiguous (H,) array of `dtype`."""
     values = floats(name, values)
     same_dtype(name, values, "q", dtype)

@@ -296,9 +296,9 @@ class _Ring:
         B, H, Hkv, _, _, D, Dv = whole.shape
         return {
             "q": f"{whole.dtype}, B {B}, H {H}, D {D}", "k": f"Hkv {Hkv}", "v": f"Dv {Dv}", "order": self.order,
-            "is_causal and window": whole.window, "offset": _values(whole.offset),
-            "key_padding_lengths and key_ranges": f"{_values(whole.key_starts)} to {_values(whole.key_lengths)}",
-            "scale": whole.scale, "softcap": whole.softcap, "sinks": _values(whole.sinks), "alibi": _values(whole.alibi),
+            "is_causal and window": whole.window, "offset": in_words(whole.offset),
+            "key_padding_lengths and key_ranges": f"{in_words(whole.key_starts)} to {in_words(whole.key_lengths)}",
+            "scale": whole.scale, "softcap": whole.softcap, "sinks": in_words(whole.sinks), "alibi": in_words(whole.alibi),
             "dropout and seed": None if whole.draws is None else whole.draws[:2],
         }
 
@@ -404,7 +404,7 @@ def _cut(mask: np.ndarray | None, rows: slice, columns: slice) -> Any:
     return mask[..., of_queries, of_keys]
 
 
-def _values(x: np.ndarray | None) -> str:
+def in_words(x: np.ndarray | None) -> str:
     """The values of an array in few words."""
     if x is None or x.size <= 4:
         return "None" if x is None else str(x.tolist())
