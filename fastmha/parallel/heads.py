@@ -327,11 +327,11 @@ def shard(module: MultiHeadAttention, comm: Any) -> ShardedAttention:
 
     Examples
     --------
-    >>> import numpy as np, fastmha                             # doctest: +SKIP
-    >>> from mpi4py import MPI
-    >>> from fastmha.parallel import shard
-    >>> sharded = shard(fastmha.MultiHeadAttention(64, 8, rng=0), MPI.COMM_WORLD)
-    >>> out = sharded.forward(np.ones((2, 10, 64)), is_causal=True)
+    >>> import numpy as np, fastmha
+    >>> from fastmha.parallel import shard                                              # a program that runs on every rank
+    >>> from mpi4py import MPI                                                          # doctest: +SKIP
+    >>> sharded = shard(fastmha.MultiHeadAttention(64, 8, rng=0), MPI.COMM_WORLD)       # doctest: +SKIP
+    >>> out = sharded.forward(np.ones((2, 10, 64)), is_causal=True)                     # doctest: +SKIP
     """
     team = Team.of(comm)
 
