@@ -416,9 +416,10 @@ class AttentionModule:
         """W of Q, K, V or several side by side."""
         return self._part(self._arrays(), f"W_{letters}") if self._W_context else self._W_in[:, self._columns[letters]]
 
-    def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True) -> np.ndarray:
+    def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True, out: np.ndarray | None = None) -> np.ndarray:
         """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O; without `bias` no b_O."""
-        out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
+        if out is None:
+            out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
         algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out if bias else None,
                            blas=self.algorithm in BY_BLAS, packed=None if self._packed is None else self._packed[1])
         return out

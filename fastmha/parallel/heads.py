@@ -33,11 +33,11 @@ _OWN_KEYWORDS = ("cache", "transform_qk", "num_threads")
 class _Share(MultiHeadAttention):
     """A rank's heads. Its `forward` returns the sum of the shares of all ranks."""
 
-    def __init__(self, whole: MultiHeadAttention, cut: HeadCut, team: Team) -> None:
+    def __init__(self, whole: MultiHeadAttention, cut: HeadCut, team: Team, overlap_rows: int | None) -> None:
         super().__init__(whole.d_model, cut.heads.stop - cut.heads.start, num_kv_heads=cut.kv_heads.stop - cut.kv_heads.start,
                          head_dim=whole.head_dim, use_bias=whole.use_bias, kdim=whole.kdim, vdim=whole.vdim, dtype=whole.dtype,
                          layout=whole.layout, algorithm=whole.algorithm, rng=0)
-        self.cut, self.team, self.all_heads = cut, team, whole.num_heads
+        self.cut, self.team, self.all_heads, self.overlap_rows = cut, team, whole.num_heads, overlap_rows
         self.alike: Callable[[], dict[str, Any]] | None = None
         self.agreed = False             # in this call
         self.mask_by_head = False       # in the forward that is kept
@@ -55,10 +55,7 @@ class _Share(MultiHeadAttention):
         for name in ("sinks", "alibi"):
             values = getattr(rules, name)
             if values is not None:
-                values = validate.floats(name, values)
-                if values.shape != (H,):
-                    raise ValueError(f"{name} must have shape (H,) = ({H},), one for each query head, got {values.shape}")
-                of_heads[name] = values[own]
+                of_heads[name] = validate.of_heads(name, values, H, self.dtype)[own]
         result = super()._forward(X, rules._replace(**of_heads), need_weights, training, *more)
         if training:
             self.mask_by_head = by_head
@@ -74,12 +71,34 @@ class _Share(MultiHeadAttention):
         moved.layout, moved.bytes_copied = p.layout, p.bytes_copied
         return moved
 
-    def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True) -> np.ndarray:
-        out = super()._project_out(concat, workers, bias and self.team.rank == 0)
+    def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True, out: np.ndarray | None = None) -> np.ndarray:
+        bias, rows = bias and self.team.rank == 0, self.overlap_rows
+        if rows is not None and self.team.size > 1:
+            return self._overlapped(concat, workers, bias, rows)
+        out = super()._project_out(concat, workers, bias, out)
         # here and not behind the call: what raises now takes the new tokens out of a cache again
         self.agreed = True
         self.team.agree(lambda: None, self.alike)
         return self.team.add(out)
+
+    def _overlapped(self, concat: np.ndarray, workers: int, bias: bool, n: int) -> np.ndarray:
+        """The same, of n rows after the other: their sum is under way while the next ones are computed."""
+        B, L, width = concat.shape
+        rows, error = concat.reshape(1, B * L, width), None
+        self.agreed = True
+        out = self.team.agree(lambda: np.empty((1, B * L, self._d_out), self.dtype), self.alike)
+        sums = []
+        for start in range(0, B * L, n):
+            some = out[:, start:start + n]
+            if error is None:
+                try:
+                    super()._project_out(rows[:, start:start + n], workers, bias, some)
+                except BaseException as raised:     # the others wait for every sum
+                    error = raised
+            sums.append(self.team.start_adding(some))
+        self.team.wait(sums)
+        self.team.agree(lambda: None if error is None else _raise(error))
+        return out.reshape(B, L, self._d_out)
 
 
 class ShardedAttention:
@@ -105,11 +124,11 @@ class ShardedAttention:
         As of a `MultiHeadAttention`, the whole ones, on every rank.
     """
 
-    def __init__(self, whole: MultiHeadAttention, team: Team) -> None:
+    def __init__(self, whole: MultiHeadAttention, team: Team, overlap_rows: int | None = None) -> None:
         self.team = team
         self.num_heads, self.num_kv_heads = whole.num_heads, whole.num_kv_heads
         cuts = cut_heads(whole.num_heads, whole.num_kv_heads, team.size)
-        self.own = _Share(whole, cuts[team.rank], team)
+        self.own = _Share(whole, cuts[team.rank], team, overlap_rows)
         self.heads, self.kv_heads = self.own.cut.heads, self.own.cut.kv_heads
         self._shapes = {name: value.shape for name, value in whole.parameters().items()}
         self.own.load_state_dict({name: value[self._place(name)] for name, value in whole.parameters().items()})
@@ -298,7 +317,7 @@ class ShardedAttention:
                 f"key/value heads {kv_heads} of {self.num_kv_heads}, {self.own!r}>")
 
 
-def shard(module: MultiHeadAttention, comm: Any) -> ShardedAttention:
+def shard(module: MultiHeadAttention, comm: Any, *, overlap_rows: int | None = None) -> ShardedAttention:
     """The rank's part of a module whose heads are dealt to the ranks of a communicator. Collective.
 
     Parameters
@@ -309,6 +328,9 @@ def shard(module: MultiHeadAttention, comm: Any) -> ShardedAttention:
     comm : mpi4py.MPI.Intracomm or Team
         At most a rank for each head. Heads are dealt as evenly as they go, in whole groups; where ranks outnumber the key/value
         heads, each of these is held by the ranks that share out its group.
+    overlap_rows : int, optional
+        Sum the output in slices of so many of its B · L rows, each while the next one is projected, instead of as a whole. This
+        pays where the link, not a CPU, does the sum: measure it (`benches/parallel.py`).
 
     Returns
     -------
@@ -338,13 +360,14 @@ def shard(module: MultiHeadAttention, comm: Any) -> ShardedAttention:
     def checked() -> ShardedAttention:
         if not isinstance(module, MultiHeadAttention):
             raise TypeError(f"module must be a MultiHeadAttention, got {type(module).__name__}")
-        return ShardedAttention(module, team)
+        rows = None if overlap_rows is None else validate.integer("overlap_rows", overlap_rows, 1)
+        return ShardedAttention(module, team, rows)
 
     def alike() -> dict[str, Any]:
         digest = blake2b(digest_size=8)
         for value in module.parameters().values():
             digest.update(np.ascontiguousarray(value).data)
-        return {"module": repr(module), "the digest of module's parameters": digest.hexdigest()}
+        return {"module": repr(module), "overlap_rows": overlap_rows, "the digest of module's parameters": digest.hexdigest()}
 
     return team.agree(checked, alike)
 

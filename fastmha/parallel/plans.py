@@ -212,7 +212,7 @@ def measured_rate(seq_len: int, d_model: int, num_heads: int, *, num_kv_heads: i
 
 def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ranks: int, *, num_kv_heads: int | None = None,
                 head_dim: int | None = None, use_bias: bool | str = False, dtype: Any = np.float32, is_causal: bool = False,
-                window: tuple[int | None, int | None] | None = None, backward: bool = False,
+                window: tuple[int | None, int | None] | None = None, backward: bool = False, overlap_rows: int | None = None,
                 flops_per_second: float | None = None, link: Link) -> ParallelPlan:
     """What `shard` of such a module on so many ranks would hold, and its forward compute and send.
 
@@ -228,6 +228,8 @@ def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ran
         As in `fastmha.analysis.count_flops`, which counts the FLOPs.
     backward : bool
         Plan a forward and a backward pass together.
+    overlap_rows : int, optional
+        As in `shard`.
     flops_per_second : float, optional
         Of one rank; default: `measured_rate` of this machine at this length (at most 1024) and width, of one thread.
     link : Link
@@ -236,8 +238,8 @@ def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ran
     Returns
     -------
     ParallelPlan
-        Its seconds are those of the rank with the most FLOPs and of the Allreduces after them: nothing is overlapped. Messages
-        and bytes are those that `Team` counts.
+        Its seconds are those of the rank with the most FLOPs and of the messages after them; with overlap_rows the last product
+        goes on during all sums but the last. Messages and bytes are those that `Team` counts.
 
     Raises
     ------
@@ -261,14 +263,22 @@ def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ran
     cuts = cut_heads(num_heads, Hkv, ranks)
     rate = _rate(flops_per_second, seq_len, d_model, num_heads, num_kv_heads, kind, backward)
     in_bias, out_bias = use_bias in (True, "qkv"), use_bias in (True, "out")
-    activations = batch_size * seq_len * d_model * kind.itemsize
-    sums = [activations]
+    rows, row_bytes = batch_size * seq_len, d_model * kind.itemsize
+    slices = [rows]
+    if overlap_rows is not None:
+        overlap_rows = validate.integer("overlap_rows", overlap_rows, 1)
+        slices = [min(overlap_rows, rows - start) for start in range(0, rows, overlap_rows)]
+    sent = [AGREEMENT_BYTES, *(n * row_bytes for n in slices), *[AGREEMENT_BYTES] * (overlap_rows is not None)]
     if backward:
         # with grad_X, where ranks share key/value heads, the gradients of W_K, W_V, b_K and b_V
-        sums.append(activations + 2 * Hkv * D * (d_model + in_bias) * kind.itemsize * (ranks > Hkv))
-    if ranks == 1:
-        sums = []
-    link_seconds = sum(link.allreduce_seconds(size, ranks) for total in sums for size in (AGREEMENT_BYTES, total))
+        sent += [AGREEMENT_BYTES, rows * row_bytes + 2 * Hkv * D * (d_model + in_bias) * kind.itemsize * (ranks > Hkv)]
+    sent = sent if ranks > 1 else []
+    link_seconds = sum(link.allreduce_seconds(size, ranks) for size in sent)
+    hidden = 0.0
+    if len(slices) > 1 and ranks > 1:
+        # all sums but the last run beside products: of each pair the shorter one costs nothing
+        product = 2 * slices[0] * (cuts[0].heads.stop - cuts[0].heads.start) * D * d_model / rate
+        hidden = (len(slices) - 1) * min(product, link.allreduce_seconds(slices[0] * row_bytes, ranks))
     plans = []
     for rank, (heads, kv_heads, _) in enumerate(cuts):
         h, hkv = heads.stop - heads.start, kv_heads.stop - kv_heads.start
@@ -276,12 +286,13 @@ def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ran
         flops = analysis.count_flops(batch_size, seq_len, d_model, h, n_kv_heads=hkv, d_k=D, is_causal=is_causal, window=window,
                                      backward=backward)
         plans.append(RankPlan(rank, h, seq_len, f"heads {_run(heads)}, key/value heads {_run(kv_heads)}", weights * kind.itemsize,
-                              flops, 2 * len(sums), sum(sums) + AGREEMENT_BYTES * len(sums), flops / rate, link_seconds))
+                              flops, len(sent), sum(sent), flops / rate, link_seconds))
     again = sum(plan.flops for plan in plans) - whole
     what = (f"{num_heads} heads over {Hkv} key/value heads dealt to {ranks} rank{'s' * (ranks > 1)}: B {batch_size}, "
             f"L {seq_len}, d_model {d_model}, {kind}, forward{' and backward' * backward}"
             f"{f'; {again:,} FLOPs more than without ranks' if again else ''}")
-    return ParallelPlan(what, tuple(plans), max(plan.compute_seconds for plan in plans) + link_seconds, rate, link)
+    return ParallelPlan(what, tuple(plans), max(plan.compute_seconds for plan in plans) + link_seconds - hidden, rate,
+                        link)
 
 
 def checked_for_plan(dtype: Any, link: Any) -> np.dtype:

@@ -127,6 +127,12 @@ class Team:
         """array, which is C-contiguous, <- the largest of each item over all ranks, in place."""
         return self._reduce(array, self._mpi.MAX)
 
+    def start_adding(self, array: np.ndarray) -> Any:
+        """Begin what `add` does, with two ranks or more; the array is not touched until `wait`, of a list of these, returns."""
+        request = self._call("Iallreduce", self._mpi.IN_PLACE, array, self._mpi.SUM)
+        self._count(array)
+        return request
+
     def exchange(self, array: np.ndarray, to: int, into: np.ndarray, source: int) -> list[Any]:
         """Begin to send array to one rank while `into` is filled by another; neither is touched until `wait` returns.
 
@@ -137,9 +143,9 @@ class Team:
         self._count(array)
         return [receiving, sending]
 
-    def wait(self, exchange: list[Any]) -> None:
-        """Until what `exchange` began has arrived."""
-        for request in exchange:
+    def wait(self, requests: list[Any]) -> None:
+        """Until what `exchange` or `start_adding` began has arrived."""
+        for request in requests:
             self._checked(request.Wait)
 
     def progress(self, exchange: list[Any]) -> None:

@@ -63,6 +63,17 @@ def test_predicted_seconds_are_compute_of_the_busiest_rank_and_the_sums_behind_i
     assert plan.balance == pytest.approx(8 / 9, rel=1e-3)       # 3, 3 and 2 heads
 
 
+def test_sums_in_slices_are_hidden_behind_the_products_but_for_the_last():
+    given = {"flops_per_second": 1e9, "link": Link(1e-6, 1e7)}
+    whole, sliced = plan_shards(1, 100, 64, 8, 2, **given), plan_shards(1, 100, 64, 8, 2, overlap_rows=30, **given)
+    one = Link(1e-6, 1e7).allreduce_seconds(30 * 64 * 4, 2)
+    product = 2 * 30 * 32 * 64 / 1e9
+    assert product < one
+    assert sliced.seconds == pytest.approx(sliced.ranks[0].compute_seconds + sliced.ranks[0].link_seconds - 3 * product)
+    assert (whole.ranks[0].messages, sliced.ranks[0].messages) == (2, 6)        # one agreement more, and four sums
+    assert sliced.ranks[0].bytes == whole.ranks[0].bytes + 24
+
+
 def test_allreduce_takes_the_faster_of_whole_buffers_and_slices():
     link = Link(1e-6, 1e9)
     assert link.allreduce_seconds(10**6, 1) == 0

@@ -75,6 +75,9 @@ for dtype in DTYPES:
     passes(whole, sharded, "all at once", need_bias_grad=True, sinks=drawn(8, dtype), mask=drawn((B, 8, L, L), dtype),
            key_ranges=([0, 2], [L, 9]), is_causal=True)
     passes(whole, sharded, "dropout", dropout=0.4, seed=11)
+    whole, sharded = pair(dtype, Hkv=2, use_bias=True)
+    for rows in (1, 5, 22, 100):
+        passes(whole, shard(whole, COMM, overlap_rows=rows), f"sums of {rows} rows", is_causal=True)
     whole, sharded = pair(dtype, Hkv=4, use_bias=True, head_dim=5)
     passes(whole, sharded, "a context", context=drawn((B, Lc, D_MODEL), dtype))
     whole, sharded = pair(dtype, Hkv=2, use_bias="qkv", kdim=20, vdim=30)
@@ -86,8 +89,9 @@ for dtype in DTYPES:
 
 # caches: each rank has those of its own key/value heads
 for dtype in DTYPES:
-    for Hkv in (8, 2):
-        whole, sharded = pair(dtype, Hkv=Hkv, use_bias=True)
+    for Hkv, rows in ((8, None), (2, 3)):
+        whole, _ = pair(dtype, Hkv=Hkv, use_bias=True)
+        sharded = shard(whole, COMM, overlap_rows=rows)
         for ring in ({}, {"window": 4, "max_chunk": 3}):
             rules = {"window": (4, 0)} if ring else {"is_causal": True}
             caches = [fastmha.KVCache(B, m.num_kv_heads, m.head_dim, dtype=dtype, **ring) for m in (whole, sharded.own)]

@@ -10,10 +10,10 @@ LINK = Link(1e-6, 1e10)
 for dtype in DTYPES:
     for H, Hkv, D, bias in ((8, 8, None, False), (8, 2, None, True), (6, 3, 5, "qkv"), (4, 1, None, "out"), (5, 5, 3, True)):
         whole = fastmha.MultiHeadAttention(40, H, num_kv_heads=Hkv, head_dim=D or 40 // H, use_bias=bias, dtype=dtype, rng=0)
-        sharded = shard(whole, COMM)
-        for backward in (False, True):
+        for backward, overlap_rows in ((False, None), (True, None), (False, 7), (True, 100)):
+            sharded = shard(whole, COMM, overlap_rows=overlap_rows)
             plan = plan_shards(3, 13, 40, H, SIZE, num_kv_heads=Hkv, head_dim=D, use_bias=bias, dtype=dtype, backward=backward,
-                               flops_per_second=1e9, link=LINK)
+                               overlap_rows=overlap_rows, flops_per_second=1e9, link=LINK)
             team, mine = sharded.team, plan.ranks[RANK]
             team.messages = team.bytes = 0
             out = sharded.forward(np.ones((3, 13, 40)), is_causal=True)

@@ -102,6 +102,32 @@ for ring in ({}, {"window": 3, "max_chunk": 6}):
         cases.true(cache.length == expected.length, "the cache is as it was")
         cases.close(sharded.forward(X, cache=cache, **rules), whole.forward(X, cache=expected, **rules), 100, "the step after")
 
+# with sums under way
+sharded = shard(whole, COMM, overlap_rows=5)
+product, calls = fastmha.module.algorithms.product, [0]
+
+
+def fails_at_the_third(*args, **keywords):
+    calls[0] += 1
+    if calls[0] == 3:       # the second slice of the output
+        raise MemoryError("of the third product")
+    return product(*args, **keywords)
+
+
+def with_the_third_product_failing(wrong):
+    calls[0], fastmha.module.algorithms.product = 0, fails_at_the_third if wrong else product
+    try:
+        sharded.forward(X)
+    finally:
+        fastmha.module.algorithms.product = product
+
+
+if SIZE > 1:
+    fails(MemoryError, "of the third product", with_the_third_product_failing)
+fails(ZeroDivisionError, "division by zero", lambda wrong: sharded.forward(X, transform_qk=rotate[wrong]))
+fails(ValueError, "overlap_rows must be at least 1, got 0", lambda wrong: shard(whole, COMM, overlap_rows=0 if wrong else 1))
+works()
+
 # what no rank can do
 with cases.raises(TypeError, "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, got 3"):
     shard(whole, 3)
