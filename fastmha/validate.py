@@ -407,17 +407,17 @@ def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, f
     if scale is None:
         scale = 1 / math.sqrt(D) if D else 1.0
     else:
-        given, scale = scale, _number("scale", "a finite number or None", scale, -math.inf)
+        given, scale = scale, number("scale", "a finite number or None", scale, -math.inf)
         if abs(scale) > float(np.finfo(dtype).max):
             raise ValueError(f"scale must be a finite number or None, got {short(given)}, which is beyond {dtype}")
     if softcap is None:
         return scale, 0.0
     # every positive number has its meaning, also where it is none of a double: there the nearest double stands for it
-    softcap = _number("softcap", "a finite number > 0 or None", softcap, 0)
+    softcap = number("softcap", "a finite number > 0 or None", softcap, 0)
     return scale, min(max(softcap, 5e-324), sys.float_info.max)
 
 
-def _number(name: str, expected: str, value: Any, above: float) -> float:
+def number(name: str, expected: str, value: Any, above: float) -> float:
     """value, a finite real number, as a double; +-inf where it is beyond those."""
     real = isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
     if not real:
