@@ -67,13 +67,13 @@ def ring_positions(length: int | Sequence[int], size: int, rank: int, order: str
     return (front, front + -(-held[rank] // 2)), (back - held[rank] // 2, back)
 
 
-def ring_lengths(length: int | Sequence[int], size: int, order: str) -> list[int]:
+def ring_lengths(length: int | Sequence[int], size: int, order: str, name: str = "length") -> list[int]:
     """How many tokens each rank holds, of a whole cut evenly or as given; see `ring_positions`."""
     if isinstance(length, (Sequence, np.ndarray)) and not isinstance(length, str):
         if len(length) != size:
-            raise ValueError(f"length must be an int or one for each of {size} ranks, got {len(length)} of them")
-        return [validate.integer(f"length[{r}]", n, 0) for r, n in enumerate(length)]
-    total = validate.integer("length", length, 0)
+            raise ValueError(f"{name} must be an int or one for each of {size} ranks, got {len(length)} of them")
+        return [validate.integer(f"{name}[{r}]", n, 0) for r, n in enumerate(length)]
+    total = validate.integer(name, length, 0)
     parts = size if order == "contiguous" else 2 * size
     chunks = [total // parts + (c < total % parts) for c in range(parts)]
     return chunks if order == "contiguous" else [a + b for a, b in zip(chunks[:size], reversed(chunks))]

@@ -50,8 +50,10 @@ def pairs_by_step(lengths: Sequence[int], order: str, left: int | None, right: i
     runs = np.array([ring_positions(lengths, size, rank, order) for rank in range(size)], np.int64)      # (ranks, runs, 2)
     owners = (np.arange(size)[:, None] - np.arange(size)) % size
     count = np.zeros((size, size), np.int64)
-    for q0, q1 in (run[:, :, None] for run in runs.transpose(1, 2, 0)):
-        for k0, k1 in (run[owners] for run in runs.transpose(1, 2, 0)):
+    for of_q in runs.transpose(1, 0, 2):                # a run of the queries of each rank, and one of the keys at each step
+        q0, q1 = of_q.T[:, :, None]
+        for of_k in runs.transpose(1, 0, 2):
+            k0, k1 = of_k[owners].transpose(2, 0, 1)
             n = k1 - k0
 
             def up_to(bound: int, first: Any = q0, end: Any = q1, start: Any = k0, n: Any = n) -> Any:
@@ -182,7 +184,7 @@ class _Sizes:
         self.size = validate.integer("ranks", ranks, 1)
         self.backward = validate.flag("backward", backward)
         validate.choice("order", order, ("zigzag", "contiguous"))
-        self.lengths = ring_lengths(seq_len, self.size, order)
+        self.lengths = ring_lengths(seq_len, self.size, order, "seq_len")
         left, right = validate.band(is_causal, window)
         self.pairs = pairs_by_step(self.lengths, order, left, right)
         self.per_pair = [self.B * self.H * n * self.D for n in (4, 10)[:1 + self.backward]]      # FLOPs, forward and backward

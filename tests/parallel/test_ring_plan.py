@@ -1,4 +1,4 @@
-"""The plan and the simulation of a ring: pure counts, without MPI. Messages are compared with those sent in programs/ring_plan.py."""
+"""The plan and the simulation of a ring: pure counts, without MPI. programs/ring_plan.py compares messages with those sent."""
 import itertools
 import re
 
@@ -85,7 +85,8 @@ def test_flops_of_all_ranks_are_those_of_one_process(band, order, backward):
 
 @pytest.mark.parametrize("ranks", [4, 64, 1024])
 def test_zigzag_balances_causal_work_to_one_per_cent_and_contiguous_does_not(ranks):
-    plans = {order: plan_ring(1, 1 << 18, 8, 64, ranks, is_causal=True, order=order, **SIZES) for order in ("zigzag", "contiguous")}
+    plans = {order: plan_ring(1, 1 << 18, 8, 64, ranks, is_causal=True, order=order, **SIZES)
+             for order in ("zigzag", "contiguous")}
     flops = {order: [rank.flops for rank in plan.ranks] for order, plan in plans.items()}
     assert max(flops["zigzag"]) < 1.01 * min(flops["zigzag"])
     assert plans["zigzag"].balance > 0.99

@@ -129,6 +129,12 @@ for (rule, rules), dtype, algorithm in itertools.product(RULES.items(), DTYPES, 
     what = f"{rule}, {np.dtype(dtype)}, {algorithm}, {order}, {kind}, {layout}"
     compare(what, dtype, order, LENGTHS[kind], layout, rules, algorithm=algorithm)
 
+for dtype, order in itertools.product(DTYPES, ("zigzag", "contiguous")):       # a few queries of each rank over many keys
+    q, k, v = (rng.standard_normal((B, n, length, D)).astype(dtype) for n, length in ((H, 7), (Hkv, 203), (Hkv, 203)))
+    rules = {"is_causal": True, "offset": 196, "dropout": 0.4, "seed": 5, "sinks": SINKS.astype(dtype)}
+    rows, keys = at(order, 7), at(order, 203)
+    found = ring_attention(q[:, :, rows], k[:, :, keys], v[:, :, keys], COMM, order=order, algorithm="decode", **rules)
+    cases.close(found, fastmha.attention(q, k, v, **rules)[:, :, rows], 203, "decode", 3)
 
 # ------------------------------------------------------------------------------------------------- bits, messages, errors
 
