@@ -12,9 +12,13 @@ Needs the extra ``mpi`` and an MPI library: ``pip install "fastmha[mpi]" mpich``
 """
 from fastmha.parallel.heads import ShardedAttention, gather, shard
 from fastmha.parallel.plans import Link, ParallelPlan, RankPlan, measured_rate, plan_shards
+from fastmha.parallel.ring import ring_attention, ring_attention_backward, ring_positions
+from fastmha.parallel.ring_plan import RingTimes, plan_ring, simulate_ring
 from fastmha.parallel.together import OtherRankError, Team
+from fastmha.parallel.tokens import TokenCache
 
 __all__ = [
-    "Link", "OtherRankError", "ParallelPlan", "RankPlan", "ShardedAttention", "Team", "gather", "measured_rate", "plan_shards",
-    "shard",
+    "Link", "OtherRankError", "ParallelPlan", "RankPlan", "RingTimes", "ShardedAttention", "Team", "TokenCache", "gather",
+    "measured_rate", "plan_ring", "plan_shards", "ring_attention", "ring_attention_backward", "ring_positions", "shard",
+    "simulate_ring",
 ]

@@ -30,12 +30,8 @@ class Link:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        for name, least in (("latency_seconds", "at least 0"), ("bytes_per_second", "above 0")):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be a number, got {validate.short(value)}")
-            if not (value > 0 or (value == 0 and least == "at least 0")):
-                raise ValueError(f"{name} must be {least}, got {validate.short(value)}")
+        validate.number("latency_seconds", "a finite number >= 0", self.latency_seconds, -5e-324)
+        validate.number("bytes_per_second", "a finite number > 0", self.bytes_per_second, 0)
 
     def seconds(self, size: int) -> float:
         """For one message of that many bytes from one rank to another."""
@@ -311,11 +307,7 @@ def _rate(flops_per_second: Any, seq_len: int, d_model: int, num_heads: int, num
     if flops_per_second is None:
         return measured_rate(max(1, min(seq_len, 1024)), d_model, num_heads, num_kv_heads=num_kv_heads, dtype=dtype,
                              backward=backward, num_threads=1)
-    if isinstance(flops_per_second, bool) or not isinstance(flops_per_second, (int, float)):
-        raise TypeError(f"flops_per_second must be a number, got {validate.short(flops_per_second)}")
-    if not 0 < flops_per_second < math.inf:
-        raise ValueError(f"flops_per_second must be finite and above 0, got {validate.short(flops_per_second)}")
-    return float(flops_per_second)
+    return validate.number("flops_per_second", "a finite number > 0", flops_per_second, 0)
 
 
 def _run(heads: slice) -> str:

@@ -107,8 +107,8 @@ def test_measured_rate_is_that_of_a_run_here():
     ({"num_kv_heads": 3}, ValueError, "n_heads must be a multiple of n_kv_heads"),
     ({"seq_len": -1}, ValueError, "seq_len must be at least 0"),
     ({"backward": 1}, TypeError, "backward must be"),
-    ({"flops_per_second": 0}, ValueError, "flops_per_second must be finite and above 0, got 0"),
-    ({"flops_per_second": "fast"}, TypeError, "flops_per_second must be a number, got 'fast'"),
+    ({"flops_per_second": 0}, ValueError, "flops_per_second must be a finite number > 0, got 0"),
+    ({"flops_per_second": "fast"}, TypeError, "flops_per_second must be a finite number > 0, got 'fast'"),
     ({"use_bias": "all"}, ValueError, "use_bias must be"),
     ({"dtype": "float16"}, TypeError, "dtype must be float32 or float64"),
     ({"link": 1e9}, TypeError, "link must be a Link, got 1000000000.0"),
@@ -120,11 +120,11 @@ def test_wrong_argument_of_a_plan_is_named(changed, kind, message):
 
 
 @pytest.mark.parametrize(("arguments", "kind", "message"), [
-    ((-1e-6, 1e9), ValueError, "latency_seconds must be at least 0, got -1e-06"),
-    ((0, 0), ValueError, "bytes_per_second must be above 0, got 0"),
-    ((math.nan, 1e9), ValueError, "latency_seconds must be at least 0, got nan"),
-    (("fast", 1e9), TypeError, "latency_seconds must be a number, got 'fast'"),
-    ((0, True), TypeError, "bytes_per_second must be a number, got True"),
+    ((-1e-6, 1e9), ValueError, "latency_seconds must be a finite number >= 0, got -1e-06"),
+    ((0, 0), ValueError, "bytes_per_second must be a finite number > 0, got 0"),
+    ((math.nan, 1e9), ValueError, "latency_seconds must be a finite number >= 0, got nan"),
+    (("fast", 1e9), TypeError, "latency_seconds must be a finite number >= 0, got 'fast'"),
+    ((0, True), TypeError, "bytes_per_second must be a finite number > 0, got True"),
 ])
 def test_wrong_link_is_named(arguments, kind, message):
     with pytest.raises(kind, match=message):
