@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
+BENCH = Path(__file__).parents[2] / "benches" / "parallel.py"
 RANKS = 1, 2, 3, 4
 # (cases on one rank, on several): what a program counts depends on nothing else
-CASES = {"heads": (638, 638), "plans": (130, 130), "wrong": (59, 75)}
+CASES = {"heads": (638, 638), "plans": (130, 130), "wrong": (59, 75), "ring": (166, 166), "tokens": (3031, 3051)}
 SECONDS = 240       # of a program where four ranks share a CPU; one that hangs would take for ever
 
 
@@ -27,15 +28,18 @@ WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
+# as root, and more ranks than CPUs, where the library is Open MPI
+ENVIRONMENT = {
+    **os.environ, "FASTMHA_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
 def mpiexec(ranks, program, *args):
     """The program on so many ranks, each of one thread."""
-    environment = {
-        **os.environ, "FASTMHA_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
     # an error that nobody catches ends all ranks: mpi4py's own way to run a program
     command = ["mpiexec", "-n", str(ranks), sys.executable, "-m", "mpi4py", str(PROGRAMS / f"{program}.py"), *map(str, args)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -51,6 +55,13 @@ def test_parameters_saved_by_some_ranks_load_on_another_number_of_them(saving, l
     assert mpiexec(saving, "states", "save", tmp_path / "whole.npz").stdout == "ok 0 cases\n"
     done = mpiexec(loading, "states", "load", tmp_path / "whole.npz")
     assert done.stdout == "ok 10 cases\n", done.stderr[-4000:]
+
+
+def test_bench_counts_on_every_rank_the_messages_and_bytes_that_were_planned():
+    command = [sys.executable, BENCH, "--ranks", "1,3", "--seconds", "0"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.endswith("\n14 of 14 calls sent on every rank what was planned\n")
 
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
