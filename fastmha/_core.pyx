@@ -288,6 +288,7 @@ cdef class Problem:
         self.c.sinks = pointer(sinks, False) if sinks is not None else NULL
         self.c.alibi = pointer(alibi, False) if alibi is not None else NULL
         self.c.dropout.factor = 0
+        self.c.part = False
         if draws is not None:
             probability, self.c.dropout.seed = draws[:2]
             self.c.dropout.b, self.c.dropout.h, self.c.dropout.i, self.c.dropout.j = draws[2:]
@@ -329,6 +330,11 @@ cdef class Problem:
             read_array(q, &other.c.q, NULL, self.itemsize, False)
         other.read_keys()
         return other
+
+    def of_part(self):
+        """Itself, to be told that a backward pass gets lse and out of more keys than these."""
+        self.c.part = True
+        return self
 
     @property
     def shape(self):

@@ -40,6 +40,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         const char *sinks
         const char *alibi
         fmha_dropout dropout
+        int part
 
     ctypedef struct fmha_block:
         ptrdiff_t b, h, i0, rows, j0, cols, ld

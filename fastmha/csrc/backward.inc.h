@@ -158,7 +158,7 @@ static void FMHA_NAME(own_sums)(const FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
 
 static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
 {
-    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0;
+    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0 && !FMHA_NAME(of_a_part)(&w->run->p, lse);
 }
 
 /* The packed operands and the state of each row; known: from a pass over blocks before. */

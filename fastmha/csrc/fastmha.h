@@ -45,6 +45,7 @@ typedef struct {
     const char *sinks;          /* (H,) of the dtype of q: exp(sinks[h]) joins the denominators of head h; NULL: none */
     const char *alibi;          /* (H,) of the dtype of q: scores get -alibi[h] * |i + offset - j| before the masks; NULL: none */
     fmha_dropout dropout;
+    int part;                   /* backward: lse and out are of more keys than these */
 } fmha_problem;
 
 /* Rows i0 .. i0+rows of head (b, h) against keys j0 .. j0+cols: one block of scores, row stride ld. */

@@ -212,8 +212,11 @@ def ring_attention_backward(
     from that one on, those of queries in the order in which keys pass: by positions and the number of ranks alone, so that the
     bits are the same from run to run and for any number of threads.
 
-    Each rank sends size - 1 messages of keys and values, size of their gradients (none where it is alone), and the small ones
-    of `ring_attention`; with sinks one more, of their gradient.
+    Each weight is exp(score - lse) with the lse that was given, and errs relatively by its rounding, eps · abs(lse): a run of
+    keys does not know the sums of the others, which a single process falls back on where abs(lse) is large.
+
+    Each rank sends size - 1 messages of keys and values, size of their gradients (none where it is alone), and the small
+    ones of `ring_attention`; with sinks one more, of their gradient.
     """
     team = Team.of(comm)
     rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
@@ -236,9 +239,10 @@ def ring_attention_backward(
                           for name, x in (("grad_out", grad_out), ("out", out)))
         of_rows = validate.like("lse", lse, (B, H, Lq), whole.dtype, layout)
         grad_mask = np.zeros(whole.additive_mask.shape) if need_bias_grad and whole.additive_mask is not None else None
-        return ring, of_out, result, of_rows, np.zeros(np.shape(q), whole.dtype), grad_mask
+        grad_sinks = None if whole.sinks is None else _sink_gradient(whole.sinks, result, of_rows, of_out)
+        return ring, of_out, result, of_rows, np.zeros(np.shape(q), whole.dtype), grad_sinks, grad_mask
 
-    ring, of_out, result, of_rows, grad_q, grad_mask = team.agree(prepare, lambda: told)
+    ring, of_out, result, of_rows, grad_q, grad_sinks, grad_mask = team.agree(prepare, lambda: told)
     whole = ring.whole
     by_head = _by_head(grad_q, layout)
 
@@ -257,8 +261,8 @@ def ring_attention_backward(
 
     own = ring.travel(attend)
     grads = [grad_q, *(np.ascontiguousarray(_by_head(x, layout)) for x in ring.views(own, team.rank))]
-    if whole.sinks is not None:
-        grads.append(team.add(_sink_gradient(whole.sinks, result, of_rows, of_out)).astype(whole.dtype))
+    if grad_sinks is not None:
+        grads.append(team.add(grad_sinks).astype(whole.dtype))
     return *grads, *(() if grad_mask is None else (grad_mask.astype(whole.dtype),))
 
 
@@ -285,6 +289,8 @@ class _Ring:
         choose(self.whole, rules.algorithm, backward)
         self.workers = threads.resolve(rules.num_threads)
         self.own_k, self.own_v = own.k, own.v
+        # lse and out are of more keys than those of one run
+        self.of_parts = self.whole.sinks is not None or sum(stop > start for runs in self.runs_k for start, stop in runs) > 1
         most = max(map(self._count, range(team.size)))
         self.room = np.empty((2 if team.size > 1 else 0, most), own.dtype)
         self.sums = np.empty(((3 if team.size > 1 else 1) if backward else 0, most), own.dtype)
@@ -377,7 +383,7 @@ class _Ring:
                     None if whole.draws is None else (*whole.draws[:2], 0, 0, q0, k0))
                 if pairs(problem).any():
                     self.team.progress(self.moving)
-                    yield rows, of_keys, columns, problem
+                    yield rows, of_keys, columns, problem.of_part() if self.of_parts else problem
 
 
 def _all_lengths(team: Team, q: Any, k: Any, layout: Any) -> np.ndarray:

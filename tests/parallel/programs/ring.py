@@ -1,6 +1,8 @@
 """Attention over slices of a sequence is attention over the whole: forward and backward, under every rule."""
 import itertools
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 from common import COMM, DTYPES, RANK, SIZE, Cases
@@ -10,6 +12,9 @@ from fastmha import algorithms, reference
 from fastmha.parallel import OtherRankError, Team
 from fastmha.parallel.ring import ring_attention, ring_attention_backward, ring_positions
 from fastmha.parallel.together import AGREEMENT_BYTES
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+import support
 
 warnings.simplefilter("error")
 cases = Cases()
@@ -79,14 +84,14 @@ def both(function, backward, q, k, v, g, *comm, **rules):
     return out, lse, *backward(g, q, k, v, out, lse, *comm, **rules)
 
 
-def compare(what, dtype, order, lengths, layout, rules, **named):
+def compare(what, dtype, order, lengths, layout, rules, arrays=None, **named):
     """This rank's slices of every result against the float64 reference, and against one process.
 
     Scores, sums and products round as in one process; each of the 2 · SIZE merges of a row rounds its lse and output once more,
     and so does each addition of a gradient: (1 + 2 · SIZE) times the bounds of one process.
     """
-    q, k, v, g = (rng.standard_normal(shape).astype(dtype) for shape in
-                  ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), (B, H, Lq, Dv)))
+    q, k, v, g = arrays or (rng.standard_normal(shape).astype(dtype) for shape in
+                            ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), (B, H, Lq, Dv)))
     rules = cast(rules, dtype)
     rows, keys = at(order, lengths[0]), at(order, lengths[1])
     mine = dict(rules)
@@ -128,6 +133,11 @@ for (rule, rules), dtype, algorithm in itertools.product(RULES.items(), DTYPES, 
     order, kind, layout = ("zigzag", "contiguous")[n % 2], list(LENGTHS)[n % 7 % 3], ("BHLD", "BLHD")[n % 5 % 2]
     what = f"{rule}, {np.dtype(dtype)}, {algorithm}, {order}, {kind}, {layout}"
     compare(what, dtype, order, LENGTHS[kind], layout, rules, algorithm=algorithm)
+
+for kind, algorithm in itertools.product(support.ILL_SCALED, ("tiled", "blas")):
+    arrays = support.draw_ill_scaled(kind, rng, B, H, Hkv, Lq, Lk)
+    compare(f"{kind}, {algorithm}", np.float32, "zigzag", LENGTHS["even"], "BHLD", {"is_causal": True, "offset": 9}, arrays,
+            algorithm=algorithm)
 
 for dtype, order in itertools.product(DTYPES, ("zigzag", "contiguous")):       # a few queries of each rank over many keys
     q, k, v = (rng.standard_normal((B, n, length, D)).astype(dtype) for n, length in ((H, 7), (Hkv, 203), (Hkv, 203)))
