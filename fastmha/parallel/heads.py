@@ -102,7 +102,7 @@ class _Share(MultiHeadAttention):
 
 
 class ShardedAttention:
-    """One rank's part of a `MultiHeadAttention`; `shard` makes it.
+    """One rank's part of a `fastmha.MultiHeadAttention`, made by `shard`.
 
     `forward`, `backward`, `state_dict`, `load_state_dict`, `project_context` and `gather` are collective: every rank calls them,
     in the same order and with the same arguments, and an error on one rank is one on all (`OtherRankError` on the others). X,
@@ -121,7 +121,7 @@ class ShardedAttention:
     team : Team
         The ranks, with counts of messages and bytes.
     grad_context, grad_sinks, grad_mask
-        As of a `MultiHeadAttention`, the whole ones, on every rank.
+        As of a `fastmha.MultiHeadAttention`, the whole ones, on every rank.
     """
 
     def __init__(self, whole: MultiHeadAttention, team: Team, overlap_rows: int | None = None) -> None:
@@ -153,7 +153,7 @@ class ShardedAttention:
         Parameters
         ----------
         X, mask
-            As in `MultiHeadAttention.forward`.
+            As in `fastmha.MultiHeadAttention.forward`.
         **keywords
             Its keywords, with sinks, alibi and a mask's axis of heads for all heads. A cache is the rank's own, ``KVCache(B,
             sharded.own.num_kv_heads, sharded.own.head_dim)``; if any rank fails, it is on all ranks as it was.
@@ -167,7 +167,7 @@ class ShardedAttention:
         Raises
         ------
         ValueError, TypeError
-            As `MultiHeadAttention.forward`; on all ranks, if X or a keyword differs among them.
+            As `fastmha.MultiHeadAttention.forward`; on all ranks, if X or a keyword differs among them.
         OtherRankError
             If another rank raised.
         """
@@ -190,7 +190,7 @@ class ShardedAttention:
         grad_output : (B, L, d_model) array of real numbers
             The whole gradient of the output, equal on all ranks.
         **keywords
-            Those of `MultiHeadAttention.backward`: need_bias_grad, num_threads.
+            Those of `fastmha.MultiHeadAttention.backward`: need_bias_grad, num_threads.
 
         Returns
         -------
@@ -252,7 +252,7 @@ class ShardedAttention:
         raise error
 
     def project_context(self, C: Any, *, num_threads: int | None = None) -> KVCache:
-        """As `MultiHeadAttention.project_context`, for the rank's own key/value heads; one agreement."""
+        """As `fastmha.MultiHeadAttention.project_context`, for the rank's own key/value heads; one agreement."""
         return self.team.agree(lambda: self.own.project_context(C, num_threads=num_threads), lambda: {"C": _shapes(C)})
 
     # ------------------------------------------------------------------------------------------------- parameters
@@ -266,7 +266,7 @@ class ShardedAttention:
         return self.own.gradients()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The whole module's parameters, on every rank, for a `MultiHeadAttention` or any number of ranks to load. Collective."""
+        """The whole module's parameters, on every rank, for a `fastmha.MultiHeadAttention` or any number of ranks to load. Collective."""
         return self._whole(self.parameters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -300,11 +300,11 @@ class ShardedAttention:
                 for (name, shape), run in zip(self._shapes.items(), np.split(summed, ends[:-1]))}
 
     def freeze(self) -> None:
-        """As `MultiHeadAttention.freeze`, of the rank's part."""
+        """As `fastmha.MultiHeadAttention.freeze`, of the rank's part."""
         self.own.freeze()
 
     def unfreeze(self) -> None:
-        """As `MultiHeadAttention.unfreeze`."""
+        """As `fastmha.MultiHeadAttention.unfreeze`."""
         self.own.unfreeze()
 
     def __reduce__(self) -> NoReturn:
@@ -330,7 +330,7 @@ def shard(module: MultiHeadAttention, comm: Any, *, overlap_rows: int | None = N
         heads, each of these is held by the ranks that share out its group.
     overlap_rows : int, optional
         Sum the output in slices of so many of its B · L rows, each while the next one is projected, instead of as a whole. This
-        pays where the link, not a CPU, does the sum: measure it (`benches/parallel.py`).
+        pays where the link, not a CPU, does the sum: measure it (benches/parallel.py).
 
     Returns
     -------

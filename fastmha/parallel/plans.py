@@ -240,7 +240,7 @@ def plan_shards(batch_size: int, seq_len: int, d_model: int, num_heads: int, ran
     Raises
     ------
     ValueError, TypeError
-        As `MultiHeadAttention` and `fastmha.analysis.count_flops`, and if there are more ranks than heads.
+        As `fastmha.MultiHeadAttention` and `fastmha.analysis.count_flops`, and if there are more ranks than heads.
 
     Examples
     --------

@@ -63,7 +63,7 @@ class Team:
     # -------------------------------------------------------------------------------------------------- agreement
 
     def agree(self, work: Callable[[], Result], alike: Callable[[], dict[str, Any]] | None = None) -> Result:
-        """What work() returns, if it raises on no rank; one message of `AGREEMENT_BYTES` bytes.
+        """What work() returns, if it raises on no rank; one message of 24 bytes.
 
         Parameters
         ----------
@@ -75,11 +75,10 @@ class Team:
 
         Raises
         ------
-        The error of work(), on the rank where it was raised
-        OtherRankError
-            On the other ranks, with the number of the first rank that failed and what it said.
         ValueError
             On all ranks, if something in `alike` differs: its name, and what came on which rank.
+        OtherRankError
+            Where another rank failed: the number of the first that did, and what it said. A rank that failed raises its own error.
         """
         error: BaseException | None = None
         given: dict[str, str] = {}
