@@ -266,7 +266,7 @@ class ShardedAttention:
         return self.own.gradients()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The whole module's parameters, on every rank, for a `fastmha.MultiHeadAttention` or any number of ranks to load. Collective."""
+        """The whole module's parameters, on every rank: what one module or any number of ranks can load. Collective."""
         return self._whole(self.parameters)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -70,15 +70,15 @@ class Team:
         work : callable
             This rank's checks or computation. It sends nothing.
         alike : callable, optional
-                Returns, after `work`, name -> what must be the same on all ranks, by its repr; of an array of more than 16 items
-            its dtype and shape alone.
+            Returns, after `work`, name -> what must be the same on all ranks, by its repr; of an array of more than 16
+            items its dtype and shape alone.
 
         Raises
         ------
         ValueError
             On all ranks, if something in `alike` differs: its name, and what came on which rank.
         OtherRankError
-            Where another rank failed: the number of the first that did, and what it said. A rank that failed raises its own error.
+            Where another rank failed: the number of the first that did, and what it said. One that failed raises its own error.
         """
         error: BaseException | None = None
         given: dict[str, str] = {}
