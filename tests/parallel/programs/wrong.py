@@ -143,6 +143,9 @@ with cases.raises(TypeError, "module must be a MultiHeadAttention, got ShardedAt
 team = Team(COMM)
 with cases.raises(ValueError, f"from {RANK}"):
     team.agree(lambda: int(f"from {RANK}"))
+for failing in range(SIZE):         # and all ranks behind it
+    with cases.raises(*(ValueError, f"from {RANK}") if failing <= RANK else (OtherRankError, f"rank {failing} of {SIZE} raised ")):
+        team.agree(lambda failing=failing: int(f"from {RANK}") if failing <= RANK else None)
 cases.true(team.agree(lambda: RANK) == RANK, "what work returns")
 sums = team.add(np.arange(3.0) + RANK)
 cases.true((sums == SIZE * np.arange(3.0) + SIZE * LAST / 2).all(), "sums")
