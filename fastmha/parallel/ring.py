@@ -288,12 +288,14 @@ class _Ring:
         self.whole = validate.attention_problem(own.q, all_k, all_v, "BHLD", rules, values=False)
         choose(self.whole, rules.algorithm, backward)
         self.workers = threads.resolve(rules.num_threads)
-        self.own_k, self.own_v = own.k, own.v
         # lse and out are of more keys than those of one run
         self.of_parts = self.whole.sinks is not None or sum(stop > start for runs in self.runs_k for start, stop in runs) > 1
         most = max(map(self._count, range(team.size)))
         self.room = np.empty((2 if team.size > 1 else 0, most), own.dtype)
         self.sums = np.empty(((3 if team.size > 1 else 1) if backward else 0, most), own.dtype)
+        self.own = np.empty(self._count(team.rank), own.dtype)
+        for to, x in zip(self.views(self.own, team.rank), (own.k, own.v)):
+            to[...] = x
         self.moving: list[Any] = []
 
     def alike(self) -> dict[str, Any]:
@@ -326,9 +328,7 @@ class _Ring:
         """
         team, size = self.team, self.team.size
         right, left = (team.rank + 1) % size, (team.rank - 1) % size
-        keys = np.empty(self._count(team.rank), self.whole.dtype)
-        for to, x in zip(self.views(keys, team.rank), (self.own_k, self.own_v)):
-            to[...] = x
+        keys = self.own
         failed: BaseException | None = None
         arriving: list[Any] = []
         gradients: list[Any] = []
