@@ -144,7 +144,8 @@ team = Team(COMM)
 with cases.raises(ValueError, f"from {RANK}"):
     team.agree(lambda: int(f"from {RANK}"))
 for failing in range(SIZE):         # and all ranks behind it
-    with cases.raises(*(ValueError, f"from {RANK}") if failing <= RANK else (OtherRankError, f"rank {failing} of {SIZE} raised ")):
+    kind, words = (ValueError, f"from {RANK}") if failing <= RANK else (OtherRankError, f"rank {failing} of {SIZE} raised ")
+    with cases.raises(kind, words):
         team.agree(lambda failing=failing: int(f"from {RANK}") if failing <= RANK else None)
 cases.true(team.agree(lambda: RANK) == RANK, "what work returns")
 sums = team.add(np.arange(3.0) + RANK)
