@@ -131,8 +131,8 @@ def ring_attention(
     in an order that follows from positions and the number of ranks alone, never from which message came first: from run to run
     and for any number of threads the bits are the same.
 
-    A row is merged by lse, in the dtype of q. Where all its scores are one huge constant, such as a mask of -1e9 at every key, lse
-    has lost the number of keys: each run then counts as much as the others, and gradients of such rows mean nothing.
+    A row is merged by lse, in the dtype of q. Where all its scores are one huge constant, such as a mask of -1e9 at every key,
+    lse has lost the number of keys: each run then counts as much as the others, and gradients of such rows mean nothing.
 
     Each rank sends size - 1 messages of keys and values, and three small ones: lengths, and twice whether all ranks go on.
     """
