@@ -168,7 +168,8 @@ def measured(ranks: list[int], threads: int, seconds: float) -> int:
                    "--seconds", str(seconds)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         found += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(f"{machine.cpu_name()}, {len(os.sched_getaffinity(0))} CPUs for all ranks, {threads} thread"
+    cpus = len(os.sched_getaffinity(0))
+    print(f"{machine.cpu_name()}, {cpus} CPU{'s' * (cpus > 1)} for all ranks, {threads} thread"
           f"{'s' * (threads > 1)} a rank. " + "; ".join(
               f"{r['ranks']} ranks: {r['rate'] / 1e9:.3g} GF/s each, link {r['link'][0] * 1e6:.3g} µs and "
               f"{r['link'][1] / 1e9:.3g} GB/s" for r in found if r["arm"] == "forward" and r["ranks"] > 1) + ".\n")
