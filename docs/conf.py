@@ -42,7 +42,8 @@ myst_heading_anchors = 3
 def arguments() -> set[str]:
     """What numpydoc puts in single backticks beside names of objects: arguments of functions and fields of classes."""
     found = set()
-    for module in (fastmha, *(import_module(f"fastmha.{name}") for name in ("analysis", "plot", "reference", "weights"))):
+    for module in (fastmha, *(import_module(f"fastmha.{name}") for name in ("analysis", "parallel", "plot", "reference",
+                                                                              "weights"))):
         for x in vars(module).values():
             functions = [f for _, f in inspect.getmembers(x, inspect.isfunction)] if inspect.isclass(x) else [x]
             found |= {name for f in functions if inspect.isfunction(f) for name in inspect.signature(f).parameters}

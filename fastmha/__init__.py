@@ -38,6 +38,9 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     faces to other libraries, imported by nobody here: torch.py (torch's own function and its gradients, on algorithms.py,
     planning.py and validate.py), transformers.py on it, jax.py on functional.py; weights.py (files of weights) on module.py
 
+    past one process, imported by nobody here: parallel/, by MPI, heads dealt to ranks on multihead.py, tokens on merging.py,
+    cache.py and what functional.py stands on; its own map is in its `__init__`
+
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
     config.py (show_config), plot.py (pictures of weights and of memory), study/ (the memory-layout study and its command)
 """

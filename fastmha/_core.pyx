@@ -270,7 +270,7 @@ cdef class Problem:
 
     q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset,
     key_starts and key_lengths (B,) int64 or None, no start beyond its length; sinks and alibi (H,) of `dtype`, contiguous, or
-    None; draws of dropout (probability, seed, and the number of the first batch row, head and query) or None; all aligned, last
+    None; draws of dropout (probability, seed, and the number of the first batch row, head, query and key) or None; all aligned, last
     axis of q, k, v with unit stride. q, with it out and their gradients, may be float16 or bfloat16 (as uint16), computed in
     float32; so may k and v, with their gradients, and the additive mask, with its own. "blas" takes the mask alone so. For
     forward passes k and v may also be the other float.
@@ -308,8 +308,10 @@ cdef class Problem:
         self.c.alibi = pointer(alibi, False) if alibi is not None else NULL
         self.c.dropout.factor = 0
         self.c.parts = 0
+        self.c.part = False
         if draws is not None:
-            probability, self.c.dropout.seed, self.c.dropout.b, self.c.dropout.h, self.c.dropout.i = draws
+            probability, self.c.dropout.seed = draws[:2]
+            self.c.dropout.b, self.c.dropout.h, self.c.dropout.i, self.c.dropout.j = draws[2:]
             self.c.dropout.factor = 1 / (1 - <double>probability)
             self.c.dropout.below = min(<uint64_t>(<double>probability * 4294967296 + 0.5), <uint64_t>4294967295)
         self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws)
@@ -356,6 +358,11 @@ cdef class Problem:
             other.read_queries()
         other.read_keys()
         return other
+
+    def of_part(self):
+        """Itself, to be told that a backward pass gets lse and out of more keys than these."""
+        self.c.part = True
+        return self
 
     @property
     def shape(self):

@@ -25,7 +25,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         double factor
         uint32_t below
         uint64_t seed
-        int64_t b, h, i
+        int64_t b, h, i, j
 
     ctypedef struct fmha_problem:
         ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv
@@ -40,6 +40,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         const char *sinks
         const char *alibi
         fmha_dropout dropout
+        int part
 
     ctypedef struct fmha_block:
         ptrdiff_t b, h, i0, rows, j0, cols, ld

@@ -180,7 +180,7 @@ def _part(problem: Problem, batch: slice, heads: slice, rows: slice) -> Problem:
     sinks, alibi = (None if x is None else x[heads] for x in (problem.sinks, problem.alibi))
     draws = problem.draws
     if draws is not None:       # the weights that multiply the values: as dropout leaves them
-        draws = (*draws[:2], draws[2] + batch.start, draws[3] + heads.start, draws[4] + rows.start)
+        draws = (*draws[:2], draws[2] + batch.start, draws[3] + heads.start, draws[4] + rows.start, draws[5])
     return Problem(problem.q[batch, heads, rows], problem.k[batch, kv], problem.v[batch, kv, :, :0], cut(problem.bool_mask),
                    cut(problem.additive_mask), offset, starts, lengths, *problem.window, problem.scale, problem.softcap, sinks,
                    alibi, draws)

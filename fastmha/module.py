@@ -355,7 +355,7 @@ class AttentionModule:
             rules = rules.at(rules.offset, lengths)
         else:
             q, k, v = self._heads(projected)
-        problem = validate.attention_problem(q, k, v, "BHLD", rules)
+        problem = self._problem(q, k, v, rules)
         name, _ = choose(problem, rules.algorithm, weights=need_weights)
         for x, letters, out in zip(sources, together, projected):
             self._project(x, letters, out, workers)
@@ -372,6 +372,10 @@ class AttentionModule:
             self._kept = (_CONTEXT_KEEPS_NOTHING if stored is not None else
                           _Kept(sources, problem, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
+
+    def _problem(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, rules: Rules) -> Problem:
+        """The checked attention of a forward without a cache."""
+        return validate.attention_problem(q, k, v, "BHLD", rules)
 
     def _forward_cached(self, X: np.ndarray, cache: Any, rules: Rules, need_weights: bool, training: bool, workers: int,
                         transform_qk: Any) -> Any:
@@ -412,11 +416,12 @@ class AttentionModule:
         """W of Q, K, V or several side by side."""
         return self._part(self._arrays(), f"W_{letters}") if self._W_context else self._W_in[:, self._columns[letters]]
 
-    def _project_out(self, concat: np.ndarray, workers: int) -> np.ndarray:
-        """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O."""
-        out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
-        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out, blas=self.algorithm in BY_BLAS,
-                           packed=None if self._packed is None else self._packed[1])
+    def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True, out: np.ndarray | None = None) -> np.ndarray:
+        """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O; without `bias` no b_O."""
+        if out is None:
+            out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
+        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out if bias else None,
+                           blas=self.algorithm in BY_BLAS, packed=None if self._packed is None else self._packed[1])
         return out
 
     def _check_cache(self, name: str, cache: Any, B: int) -> None:

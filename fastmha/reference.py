@@ -122,18 +122,21 @@ def philox(counter: Array, key: tuple[int, int]) -> NDArray[np.uint32]:
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
-def kept(seed: int, dropout: float, B: int, H: int, Lq: int, Lk: int, *, first_row: int = 0) -> NDArray[np.bool_]:
+def kept(
+    seed: int, dropout: float, B: int, H: int, Lq: int, Lk: int, *, first: tuple[int, int, int, int] = (0, 0, 0, 0)
+) -> NDArray[np.bool_]:
     """The pairs that dropout keeps: bool, (B, H, Lq, Lk), each with probability 1 - dropout.
 
     A draw belongs to its pair alone, whatever the shapes: key j of query i, head h and batch row b (those here begin with
-    `first_row`) gets word j % 4 of `philox` of the counter (j // 4, i, h, b) and the key (seed % 2**32, seed // 2**32), seed an
-    int in [0, 2**64). It is dropped if and only if this word is below dropout * 2**32, rounded and at most 2**32 - 1.
+    `first`, numbers of b, h, i and j) gets word j % 4 of `philox` of the counter (j // 4, i, h, b) and the key (seed % 2**32,
+    seed // 2**32), seed an int in [0, 2**64). It is dropped if and only if this word is below dropout * 2**32, rounded and at
+    most 2**32 - 1.
     """
-    groups = -(-Lk // 4)
-    axes = np.arange(groups), np.arange(Lq), np.arange(H), first_row + np.arange(B)
+    b0, h0, i0, j0 = first
+    axes = np.arange(j0 // 4, -(-(j0 + Lk) // 4)), i0 + np.arange(Lq), h0 + np.arange(H), b0 + np.arange(B)
     j, i, h, b = np.meshgrid(*axes, indexing="ij")
     words = philox(np.stack([j, i, h, b], axis=-1), (seed % 2**32, seed // 2**32))  # (Lk / 4, Lq, H, B, 4)
-    words = words.transpose(3, 2, 1, 0, 4).reshape(B, H, Lq, 4 * groups)
+    words = words.transpose(3, 2, 1, 0, 4).reshape(B, H, Lq, 4 * len(axes[0]))[..., j0 % 4:]
     return words[..., :Lk] >= np.uint32(min(int(dropout * 2**32 + 0.5), 2**32 - 1))
 
 
@@ -153,7 +156,7 @@ class _Rules:
     alibi: Array | None = None
     dropout: float = 0.0
     seed: int | None = None
-    first_row: int = 0  # the batch row that the draws of dropout begin with
+    first: tuple[int, int, int, int] = (0, 0, 0, 0)  # batch row, head, query and key that the draws of dropout begin with
 
     def wide(self) -> _Rules:
         """The same with floats of half precision in float64."""
@@ -188,7 +191,7 @@ class _Rules:
             return 1.0
         assert self.seed is not None
         factor = weights.dtype.type(1 / (1 - self.dropout))
-        return kept(self.seed, self.dropout, *weights.shape, first_row=self.first_row) * factor
+        return kept(self.seed, self.dropout, *weights.shape, first=self.first) * factor
 
 
 def _softmax(scores: Array, sinks: Array | None = None) -> tuple[Array, Array, Array]:
@@ -448,7 +451,7 @@ def _sequences(
     offset = rules["offset"]
     offsets = [None] * len(counts_q) if offset is None else np.broadcast_to(np.asarray(offset), counts_q.shape)
     for s, (n, m, end, key_end) in enumerate(zip(counts_q, counts_k, counts_q.cumsum(), counts_k.cumsum())):
-        own = _Rules(**{**rules, "offset": offsets[s]}, first_row=s)
+        own = _Rules(**{**rules, "offset": offsets[s]}, first=(s, 0, 0, 0))
         yield slice(end - n, end), slice(key_end - m, key_end), own
 
 

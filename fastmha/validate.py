@@ -382,9 +382,9 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     left, right = band(is_causal, window)
     places = draws = None
     if sinks is not None:
-        sinks = _of_heads("sinks", sinks, H, element)
+        sinks = of_heads("sinks", sinks, H, element)
     if alibi is not None:
-        alibi = _of_heads("alibi", alibi, H, element)
+        alibi = of_heads("alibi", alibi, H, element)
     if type(dropout) is not float or dropout != 0 or seed is not None:
         draws = drawing(dropout, seed)
     if right is None and window is None and alibi is None:
@@ -411,7 +411,7 @@ def mixed_dtypes(of_q: np.dtype, k: np.ndarray, v: np.ndarray) -> None:
     same_dtype("v", v, "k" if k.dtype != of_q else "q", k.dtype)
 
 
-def _of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
+def of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
     """values, of q's dtype or that of the computation, as a contiguous (H,) array of the latter."""
     values = floats(name, values, half=True)
     if values.dtype != computed(dtype):
@@ -421,8 +421,8 @@ def _of_heads(name: str, values: Any, H: int, dtype: np.dtype) -> np.ndarray:
     return np.require(cast(values, computed(dtype)), None, ("C", "A"))
 
 
-def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int] | None:
-    """(probability, seed, and the numbers of the first batch row, head and query in the draws), None where nothing is dropped."""
+def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int, int] | None:
+    """(probability, seed, and the numbers of the first batch row, head, query and key in the draws), None where nothing drops."""
     real = isinstance(dropout, Real) and not isinstance(dropout, (bool, np.bool_))
     if not real:
         raise TypeError(f"dropout must be a number in [0, 1), got {short(dropout)}")
@@ -434,7 +434,7 @@ def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int] | None:
         raise ValueError("seed must be given with dropout, an int from 0 to 2**64 - 1, another one for each call that is to draw "
                          f"anew; got dropout {short(dropout)} and no seed")
     number = integer("seed", seed, 0, 2**64 - 1)
-    return (float(dropout), number, 0, 0, 0) if float(dropout) > 0 else None
+    return (float(dropout), number, 0, 0, 0, 0) if float(dropout) > 0 else None
 
 
 def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, float]:
@@ -442,17 +442,17 @@ def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, f
     if scale is None:
         scale = 1 / math.sqrt(D) if D else 1.0
     else:
-        given, scale = scale, _number("scale", "a finite number or None", scale, -math.inf)
+        given, scale = scale, number("scale", "a finite number or None", scale, -math.inf)
         if abs(scale) > float(np.finfo(dtype).max):
             raise ValueError(f"scale must be a finite number or None, got {short(given)}, which is beyond {dtype}")
     if softcap is None:
         return scale, 0.0
     # every positive number has its meaning, also where it is none of a double: there the nearest double stands for it
-    softcap = _number("softcap", "a finite number > 0 or None", softcap, 0)
+    softcap = number("softcap", "a finite number > 0 or None", softcap, 0)
     return scale, min(max(softcap, 5e-324), sys.float_info.max)
 
 
-def _number(name: str, expected: str, value: Any, above: float) -> float:
+def number(name: str, expected: str, value: Any, above: float) -> float:
     """value, a finite real number, as a double; +-inf where it is beyond those."""
     real = isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
     if not real:

@@ -197,7 +197,7 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(row_product)(const i
 
 static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
 {
-    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0;
+    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0 && !FMHA_NAME(of_a_part)(&w->run->p, lse);
 }
 
 /* The packed operands and the state of each row that is wanted, a bit each; known: from a pass over blocks before. */

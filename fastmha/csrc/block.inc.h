@@ -432,6 +432,7 @@ static void FMHA_NAME(drop_tile)(const fmha_problem *p, const FMHA_NAME(rows) *b
 {
     const fmha_dropout *draws = &p->dropout;
     ptrdiff_t queries = block->queries;
+    j += draws->j;
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
         uint64_t query[PARTS][WIDES], head[PARTS][WIDES];

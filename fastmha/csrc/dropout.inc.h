@@ -61,6 +61,7 @@ static void FMHA_NAME(drop_row)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t h,
 {
     const fmha_dropout *draws = &p->dropout;
     if (draws->factor == 0) return;
+    j += draws->j;
     for (ptrdiff_t quad = j / 4; 4 * quad < j + n; quad += WIDES) {
         uint64_t quads[WIDES];
         for (ptrdiff_t l = 0; l < WIDES; l++) quads[l] = (uint64_t)(quad + l);

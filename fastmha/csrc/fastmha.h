@@ -21,12 +21,12 @@ typedef struct {
 enum { FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER };
 
 /* Dropout: a pair is dropped if its draw, of 32 bits, is below this; the others are multiplied by factor = 1 / (1 - p), 0 where there
- * is no dropout. Draws are numbered by batch row, head and query, counted from these, and key. */
+ * is no dropout. Draws are numbered by batch row, head, query and key, counted from these. */
 typedef struct {
     double factor;
     uint32_t below;
     uint64_t seed;
-    int64_t b, h, i;
+    int64_t b, h, i, j;
 } fmha_dropout;
 
 /* One attention: everything below validation works from this and nothing else. */
@@ -49,6 +49,7 @@ typedef struct {
     const char *sinks;          /* (H,) of the computation's dtype: exp(sinks[h]) joins the denominators of head h; NULL: none */
     const char *alibi;          /* (H,) of the computation's dtype: scores get -alibi[h] * |i + offset - j| before the masks; NULL: none */
     fmha_dropout dropout;
+    int part;                   /* backward: lse and out are of more keys than these */
 } fmha_problem;
 
 /* Rows i0 .. i0+rows of head (b, h) against keys j0 .. j0+cols: one block of scores, row stride ld. */

@@ -208,6 +208,13 @@ static inline int FMHA_NAME(of_more_keys)(REAL lse, REAL own)
     return own - lse < -LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
 }
 
+/* Whether lse counts whatever these scores add up to: they are a part of its keys', and what they lack may be less than its rounding
+ * shows, but as much as their gradients. Not where that rounding would make weights differ by more than 1 / 256. */
+static inline int FMHA_NAME(of_a_part)(const fmha_problem *p, REAL lse)
+{
+    return p->part && REAL_EPSILON * (lse < 0 ? -lse : lse) < (REAL)1 / 256;
+}
+
 /* One row: s scores -> probabilities, g gradient of the probabilities -> gradient of the scaled products.
  * With p_j = exp(s_j - peak) * factor, t_j = tanh(product_j / softcap): g_j <- p_j (g_j - delta) (1 - t_j^2); delta, which is
  * returned, is sum_k p_k g_k, or *outer_delta. */
@@ -280,7 +287,7 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         for (ptrdiff_t j = 0; j < n; j += LANES) sum = sum + FMHA_NAME(exp)(v_load_n(s + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
         total = FMHA_NAME(sum)(sum);
         if (p->sinks) total += FMHA_NAME(exp_of)(sink - peak);
-        int more = FMHA_NAME(of_more_keys)(lse[r], peak + REAL_LOG(total));
+        int more = FMHA_NAME(of_a_part)(p, lse[r]) || FMHA_NAME(of_more_keys)(lse[r], peak + REAL_LOG(total));
         if (!more) {
             delta = FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
         } else {

@@ -30,7 +30,9 @@ from support import (
 )
 
 import fastmha
+from fastmha import algorithms as by_name
 from fastmha import reference
+from fastmha._core import Problem
 
 with_decode = pytest.mark.parametrize("algorithm", [*NAMED, "decode"])
 backwards = pytest.mark.parametrize("second", NAMED)
@@ -239,6 +241,27 @@ def test_each_seed_batch_row_head_query_and_key_draws_its_own(rng):
               (one[..., 4:], one[..., :-4])]  # fmt: skip
     for a, b in pairs:
         assert abs((a == b).mean() - 0.5) < 5 * 0.5 / np.sqrt(a.size)
+
+
+@pytest.mark.parametrize("first", [(0, 0, 0, 1), (1, 2, 3, 4), (2, 0, 17, 2**33 + 7), (0, 1, 2**31 + 1, 194)])
+@dtypes
+@with_decode
+def test_draws_of_a_slice_are_the_slice_of_the_draws(isa, dtype, algorithm, first, rng):
+    """Forward, and what is drawn again backward: a slice of queries and keys is told where it begins."""
+    B, H, Lq, Lk = 2, 2, 19, 230
+    kept = reference.kept(2**40 + 3, 0.4, B, H, Lq, Lk, first=first)
+    q, k, _, _ = draw(rng, B, H, H, Lq, Lk, 5, 4, dtype)
+    rules = *(None,) * 7, 1.0, 0.0, None, None, (0.4, 2**40 + 3, *first)
+    problem = Problem(q, k, identity(B, H, Lk, dtype), *rules)
+    out, lse = np.empty((B, H, Lq, Lk), dtype), np.empty((B, H, Lq), dtype)
+    by_name.forward(algorithm, problem, out, lse, None, 1)
+    assert np.array_equal(out != 0, kept)
+    if algorithm != "decode":
+        problem = Problem(q, k, np.zeros((B, H, Lk, Lq), dtype), *rules)
+        grads = [np.empty(x.shape, dtype) for x in (q, k, problem.v)]
+        grad = identity(B, H, Lq, dtype)
+        by_name.backward(algorithm, problem, np.zeros_like(grad), lse, grad, *grads, 1)
+        assert np.array_equal(grads[2].swapaxes(2, 3) != 0, kept)
 
 
 # ------------------------------------------------------------------------------------------------- what it is like

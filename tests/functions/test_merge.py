@@ -1,19 +1,23 @@
 """`merge`: attention over two sets of keys is attention over their union, whatever either side lacks or holds."""
 
+import functools
 import itertools
 import re
 
 import numpy as np
 import pytest
+import support
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import (
+    NAMED,
     RESULTS,
     all_dtypes,
     assert_dtypes,
     assert_same,
     computed,
     draw,
+    dtypes,
     eps,
     error_bounds,
     in_float64,
@@ -23,7 +27,8 @@ from support import (
 )
 
 import fastmha
-from fastmha import reference
+from fastmha import reference, validate
+from fastmha.algorithms import backward
 
 B, H, HKV, LQ, LK = 2, 4, 2, 7, 50
 
@@ -39,6 +44,13 @@ def attend(q, k, v, keys, layout="BHLD", mask=None, offset=None, key_padding_len
     k, v = ((x[:, :, keys] if layout == "BHLD" else x[:, keys]) for x in (k, v))
     return fastmha.attention(q, k, v, layout=layout, mask=mask, offset=offset, key_padding_lengths=key_padding_lengths,
                              return_lse=True, **keywords)  # fmt: skip
+
+
+def merged(q, k, v, cuts, algorithm):
+    """out and lse over the parts of the keys between these cuts."""
+    parts = [fastmha.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True, algorithm=algorithm)
+             for a, b in itertools.pairwise(cuts)]
+    return functools.reduce(lambda one, other: fastmha.merge(*one, *other), parts)
 
 
 def check(arrays, cuts, layout="BHLD", **keywords):
@@ -116,6 +128,26 @@ def test_merged_parts_under_a_mask(dtype, kind, cuts, rng):
 def test_any_splits(cuts, dtype, layout, offset, seed):
     rules = {} if offset is None else {"is_causal": True, "offset": offset}
     check(draw(np.random.default_rng(seed), 2, 2, 1, 6, 40, 4, 3, dtype, layout), [0, *sorted(cuts), 40], layout, **rules)
+
+
+@support.ill_scaled
+@dtypes
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_gradients_over_parts_of_the_keys_add_up_to_those_over_all(isa, dtype, algorithm, kind, rng):
+    """With the lse and the output over all keys, also where one part has next to nothing of the weights; each sum rounds."""
+    arrays = q, k, v, g = [x.astype(dtype) for x in support.draw_ill_scaled(kind, rng, 2, 4, 2, 40, 210)]
+    cuts = (0, 50, 51, 190, 210)
+    out, lse = merged(*arrays[:3], cuts, algorithm)
+    sums = [np.zeros_like(x) for x in (q, k, v)]
+    for start, stop in itertools.pairwise(cuts):
+        part = slice(start, stop)
+        problem = validate.attention_problem(q, k[:, :, part], v[:, :, part], "BHLD").of_part()
+        grads = [np.empty(x.shape, dtype) for x in (problem.q, problem.k, problem.v)]
+        backward(algorithm, problem, out, lse, g, *grads, 1)
+        for to, grad in zip((sums[0], sums[1][:, :, part], sums[2][:, :, part]), grads, strict=True):
+            to += grad
+    exact, bounds = support.oracle(*arrays, dtype)
+    support.assert_close((out, lse, *sums), exact, [len(cuts) * bound for bound in bounds])
 
 
 @all_dtypes

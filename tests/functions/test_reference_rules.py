@@ -253,7 +253,7 @@ def test_draws_do_not_depend_on_shapes():
     whole = reference.kept(9, 0.4, 3, 4, 5, 11)
     for b, h, i, j in [(1, 2, 3, 4), (2, 1, 5, 7), (3, 4, 1, 1), (0, 4, 5, 11), (3, 4, 5, 0)]:
         assert np.array_equal(reference.kept(9, 0.4, b, h, i, j), whole[:b, :h, :i, :j])
-    assert np.array_equal(reference.kept(9, 0.4, 1, 4, 5, 11, first_row=2), whole[2:])
+    assert np.array_equal(reference.kept(9, 0.4, 1, 2, 2, 4, first=(2, 1, 3, 6)), whole[2:, 1:3, 3:, 6:10])
 
 
 def test_nothing_is_dropped_with_probability_zero():

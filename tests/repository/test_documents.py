@@ -25,6 +25,7 @@ IMPORTS = "import numpy as np\nimport fastmha\n"
 NEEDS = {
     "bfloat16\"": ("ml_dtypes", 'bfloat16 needs ml_dtypes: pip install "fastmha[bfloat16]"'),
     "import torch\n": ("torch", 'needs torch: pip install "fastmha[torch]"'),
+    "from mpi4py import": ("mpi4py", 'needs MPI: pip install "fastmha[mpi]" mpich'),
     "from transformers import": ("transformers", 'needs transformers: pip install "fastmha[transformers]"'),
 }
 
@@ -125,8 +126,10 @@ def test_every_public_name_has_its_page():
         elif re.fullmatch(r" {3}\w+", line):
             listed.add(f"{module}.{line.strip()}")
     expected = {f"fastmha.{name}" for name in fastmha.__all__} | {"fastmha.weights.load", "fastmha.weights.save"}
-    for face in ("torch", "transformers", "jax", "plot"):      # read, not imported: they need their extras
-        for node in ast.parse((ROOT / "fastmha" / f"{face}.py").read_text(encoding="utf-8")).body:
+    # read, not imported: they need their extras
+    for face, file in {**{face: f"{face}.py" for face in ("torch", "transformers", "jax", "plot")},
+                       "parallel": "parallel/__init__.py"}.items():
+        for node in ast.parse((ROOT / "fastmha" / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
                 expected |= {f"fastmha.{face}.{name}" for name in ast.literal_eval(node.value)}
     assert "fastmha.torch.patch" in expected

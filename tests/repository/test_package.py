@@ -24,6 +24,7 @@ import scipy
 from support import VECTOR_BYTES
 
 import fastmha
+import fastmha.parallel
 from fastmha import _core
 
 RUNNABLE = _core.runnable_isas()
@@ -310,13 +311,14 @@ def test_the_reference_has_the_same_positional_arguments(name):
 
 # -------------------------------------------------------------------------------------------------------- documentation
 
-NOT_HERE = ("fastmha._core", "fastmha.__main__", "fastmha.study")  # compiled, and what needs extras
+NOT_HERE = ("fastmha._core", "fastmha.__main__", "fastmha.parallel", "fastmha.study")  # compiled; folders; what needs extras
 FOUND = [module.name for module in pkgutil.iter_modules(fastmha.__path__, "fastmha.")]
 MODULES = ["fastmha", *(name for name in FOUND if name not in NOT_HERE)]
+PARALLEL = [module.name for module in pkgutil.iter_modules(fastmha.parallel.__path__, "fastmha.parallel.")]
 OF_OTHERS = {f"fastmha.{name}": name for name in ("torch", "transformers", "jax")}      # their extras bring what they stand on
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, "fastmha.parallel", *PARALLEL])
 def test_every_module_says_what_it_is_and_its_examples_run(name):
     if name in OF_OTHERS:
         pytest.importorskip(OF_OTHERS[name], reason=f'needs {OF_OTHERS[name]}: pip install "fastmha[{OF_OTHERS[name]}]"')
@@ -369,6 +371,10 @@ def test_the_map_names_every_file():
         assert f"{name.split('.')[1]}.py" in fastmha.__doc__, name
     for name in re.findall(r"(\w+)\.py\b", fastmha.__doc__):
         assert f"fastmha.{name}" in MODULES
+    found = re.findall(r"(\w+)\.py\b", fastmha.parallel.__doc__)
+    assert sorted(f"fastmha.parallel.{name}" for name in found) == sorted(PARALLEL)
+    for folder in ("parallel", "study"):
+        assert f"{folder}/" in fastmha.__doc__
 
 
 def test_files_import_only_what_stands_below_them_in_the_map():
