@@ -57,7 +57,7 @@ def selected_isa():
 
 def fused_multiply_add():
     """Whether the kernels in use have it: all but the baseline's on x86-64 do."""
-    return bool(FMHA_BASELINE_FUSES) or kernel_tables[0] != fmha_kernels_of(0, 0)
+    return bool(FMHA_BASELINE_FUSES) or kernel_tables[0].gemm != fmha_kernels_of(0, 0).gemm
 
 
 def bind_blas_threads(uintptr_t getter, uintptr_t setter):

@@ -457,7 +457,7 @@ static int FMHA_NAME(row_is_empty)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
     return 1;
 }
 
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
 #include "matrix_backward.inc.h"
 #endif
 
@@ -476,7 +476,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     const FMHA_NAME(packed) *packed = &w.m.packed;
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);     /* of grad_q and grad_k, whose scale may be too small for a REAL */
     uint64_t left = ALL_ROWS;       /* rows of some block that are left to vectors */
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
     FMHA_NAME(gradient_memory) tiles;
     FMHA_NAME(gradient_rows) rows;
     FMHA_NAME(gradient_chunk) chunk;
@@ -510,7 +510,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     FMHA_NAME(block_rows)(p, &block, b, hkv, i0, last_row - (i0) < BLOCK_ROWS ? last_row - (i0) : BLOCK_ROWS)
     for (int again = 0, done = 0; !done; again = 1) {
         if (mode != FMHA_KEYS) memset(packed->grad_q, 0, (size_t)(item.rows * width) * sizeof(REAL));
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
         if (matrix && mode != FMHA_KEYS) memset(tiles.grad_q, 0, (size_t)(ROUND_UP(item.rows, BLOCK_ROWS) * width) * sizeof(REAL));
 #endif
         for (ptrdiff_t j = item.j0; j < last_key; j += TILE_KEYS) {
@@ -519,7 +519,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
                 memset(w.m.grad_k, 0, (size_t)(TILE_KEYS * width) * sizeof(REAL));
                 memset(w.m.grad_v, 0, (size_t)(TILE_KEYS * value_width) * sizeof(REAL));
             }
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
             if (matrix) FMHA_NAME(gradient_chunk_at)(run, b, hkv, j / TILE_KEYS, &chunk);
 #endif
             for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
@@ -528,7 +528,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
                 ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
                 if (mode == FMHA_KEYS && low >= high) continue;
                 uint64_t wanted = ALL_ROWS;
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
                 if (matrix) {
                     FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
                     if (low < high)
@@ -558,7 +558,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
             uint64_t wanted = ALL_ROWS;
             if (!((int)packed->kind[i0 - item.i0] & FMHA_NAME(far_block))) continue;
             BLOCK(i0);
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
             if (matrix) {
                 FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
                 wanted = *rows.odd;
@@ -567,7 +567,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
             if (FMHA_NAME(mended)(&w, &block, &own, wanted)) done = 0;
         }
     }
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
     if (matrix) t_release();
     for (ptrdiff_t i0 = item.i0; matrix && mode != FMHA_KEYS && i0 < last_row; i0 += BLOCK_ROWS) {
         BLOCK(i0);
@@ -602,7 +602,7 @@ static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker
     FMHA_NAME(backward_item)(0, context, index, worker);
 }
 
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
 static void FMHA_NAME(matrix_backward)(void *context, ptrdiff_t index, int worker)
 {
     FMHA_NAME(backward_item)(1, context, index, worker);

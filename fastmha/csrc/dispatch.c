@@ -9,11 +9,46 @@
 #include <unistd.h>
 #endif
 
-extern const fmha_kernels fmha_baseline_kernels_32, fmha_baseline_kernels_64, fmha_amx_emulated_kernels_32;
+#include <string.h>
+
+extern const fmha_kernels fmha_baseline_kernels_32, fmha_baseline_kernels_64;
+
+
+#if defined(__GNUC__) || defined(__clang__)
+extern const fmha_kernels fmha_amx_emulated_tile_kernels_32;
+
+/* The kernels of an instruction set and those on matrix tiles, as one table. */
+static const fmha_kernels *with_tiles(const char *name, const fmha_kernels *vectors, const fmha_kernels *tiles, fmha_kernels *both)
+{
+    fmha_kernels all = *vectors;
+    all.name = name;
+    all.matrix_pack = tiles->matrix_pack;
+    all.matrix_shared = tiles->matrix_shared;
+    all.matrix_cut = tiles->matrix_cut;
+    all.matrix_forward = tiles->matrix_forward;
+    all.matrix_scratch = tiles->matrix_scratch;
+    all.gradient_pack_keys = tiles->gradient_pack_keys;
+    all.gradient_pack_rows = tiles->gradient_pack_rows;
+    all.gradient_shared = tiles->gradient_shared;
+    all.matrix_backward = tiles->matrix_backward;
+    all.gradient_scratch = tiles->gradient_scratch;
+    all.tiles_size = tiles->tiles_size;
+    all.pack_tiles = tiles->pack_tiles;
+    all.tile_gemm = tiles->tile_gemm;
+    memcpy(both, &all, sizeof all);
+    return both;
+}
+
+static const fmha_kernels *emulated_kernels(void)
+{
+    static fmha_kernels both;
+    return with_tiles("amx-emulated", &fmha_baseline_kernels_32, &fmha_amx_emulated_tile_kernels_32, &both);
+}
+#endif
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 extern const fmha_kernels fmha_avx2_kernels_32, fmha_avx2_kernels_64, fmha_avx512_kernels_32, fmha_avx512_kernels_64;
-extern const fmha_kernels fmha_amx_kernels_32;
+extern const fmha_kernels fmha_amx_tile_kernels_32;
 
 /* AMX asks three: the CPU, the operating system whether it saves tiles, and Linux for this process's permission to use them. */
 static int tiles_run(void)
@@ -48,8 +83,12 @@ const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 {
     if (isa == FMHA_AVX2) return is_double ? &fmha_avx2_kernels_64 : &fmha_avx2_kernels_32;
     if (isa == FMHA_AVX512) return is_double ? &fmha_avx512_kernels_64 : &fmha_avx512_kernels_32;
-    if (isa == FMHA_AMX) return is_double ? &fmha_avx512_kernels_64 : &fmha_amx_kernels_32;
-    if (isa == FMHA_AMX_EMULATED && !is_double) return &fmha_amx_emulated_kernels_32;
+    if (isa == FMHA_AMX && is_double) return &fmha_avx512_kernels_64;
+    if (isa == FMHA_AMX) {
+        static fmha_kernels both;
+        return with_tiles("amx", &fmha_avx512_kernels_32, &fmha_amx_tile_kernels_32, &both);
+    }
+    if (isa == FMHA_AMX_EMULATED && !is_double) return emulated_kernels();
     return is_double ? &fmha_baseline_kernels_64 : &fmha_baseline_kernels_32;
 }
 #elif defined(__GNUC__) || defined(__clang__)
@@ -57,7 +96,7 @@ int fmha_isa_runs(fmha_isa isa) { return isa == FMHA_BASELINE || isa == FMHA_AMX
 
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 {
-    if (isa == FMHA_AMX_EMULATED && !is_double) return &fmha_amx_emulated_kernels_32;
+    if (isa == FMHA_AMX_EMULATED && !is_double) return emulated_kernels();
     return is_double ? &fmha_baseline_kernels_64 : &fmha_baseline_kernels_32;
 }
 #else

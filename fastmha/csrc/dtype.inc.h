@@ -8,17 +8,35 @@
 #include "product.inc.h"
 #include "block.inc.h"
 #include "forward.inc.h"
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
 #include "matrix.inc.h"
 #include "matrix_forward.inc.h"
 #endif
 #include "backward.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
-#if FMHA_TILES && FMHA_REAL == 32
+#if FMHA_TILES
 #include "matrix_gemm.inc.h"
 #endif
 
+#if FMHA_TILES
+/* All else is another table's. */
+const fmha_kernels FMHA_NAME(tile_kernels) = {
+    .matrix_pack = FMHA_NAME(matrix_pack),
+    .matrix_shared = FMHA_NAME(matrix_shared),
+    .matrix_cut = FMHA_NAME(matrix_cut),
+    .matrix_forward = FMHA_NAME(matrix_forward),
+    .matrix_scratch = FMHA_NAME(matrix_scratch),
+    .gradient_pack_keys = FMHA_NAME(gradient_pack_keys),
+    .gradient_pack_rows = FMHA_NAME(gradient_pack_rows),
+    .gradient_shared = FMHA_NAME(gradient_shared),
+    .matrix_backward = FMHA_NAME(matrix_backward),
+    .gradient_scratch = FMHA_NAME(gradient_scratch),
+    .tiles_size = FMHA_NAME(tiles_size),
+    .pack_tiles = FMHA_NAME(pack_tiles),
+    .tile_gemm = FMHA_NAME(tile_gemm),
+};
+#else
 const fmha_kernels FMHA_NAME(kernels) = {
     .name = FMHA_STRING(FMHA_ISA),
     .vector_bytes = FMHA_VECTOR_BYTES,
@@ -53,21 +71,6 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .chunk_scratch = FMHA_NAME(chunk_scratch),
     .decode_merge = FMHA_NAME(decode_merge),
     .merge_scratch = FMHA_NAME(forward_scratch),
-#if FMHA_TILES && FMHA_REAL == 32
-    .matrix_pack = FMHA_NAME(matrix_pack),
-    .matrix_shared = FMHA_NAME(matrix_shared),
-    .matrix_cut = FMHA_NAME(matrix_cut),
-    .matrix_forward = FMHA_NAME(matrix_forward),
-    .matrix_scratch = FMHA_NAME(matrix_scratch),
-    .gradient_pack_keys = FMHA_NAME(gradient_pack_keys),
-    .gradient_pack_rows = FMHA_NAME(gradient_pack_rows),
-    .gradient_shared = FMHA_NAME(gradient_shared),
-    .matrix_backward = FMHA_NAME(matrix_backward),
-    .gradient_scratch = FMHA_NAME(gradient_scratch),
-    .tiles_size = FMHA_NAME(tiles_size),
-    .pack_tiles = FMHA_NAME(pack_tiles),
-    .tile_gemm = FMHA_NAME(tile_gemm),
-#endif
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),
@@ -80,6 +83,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .exponential = FMHA_NAME(exponential),
     .hyperbolic_tangent = FMHA_NAME(hyperbolic_tangent),
 };
+#endif
 
 #undef REAL
 #undef INT
