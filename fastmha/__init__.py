@@ -20,6 +20,8 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
                 |
            algorithms.py                a record of each algorithm: what it can do, blocks, packing, calls; products
                 |
+            precision.py                what precision of float32 products is permitted, and which of them matrix tiles take
+                |
             validate.py                 the rules of a call, checks, the words of messages; arrays -> one Problem
                 |
              _core.pyx                  pointers and strides, the loop over heads, the GIL released
@@ -99,6 +101,7 @@ from fastmha.masks import (  # noqa: E402
 from fastmha.multihead import MultiHeadAttention, mean_pool_kv_heads  # noqa: E402
 from fastmha.packed import attention_packed, attention_packed_backward  # noqa: E402
 from fastmha.planning import Plan  # noqa: E402
+from fastmha.precision import get_precision, set_precision  # noqa: E402
 from fastmha.rowwise import (  # noqa: E402
     gelu,
     gelu_backward,
@@ -118,8 +121,9 @@ __all__ = [
     "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "PackedWeights", "Plan", "SelfAttention", "analysis",
     "attention", "attention_backward", "attention_packed", "attention_packed_backward", "combine_heads", "create_attention_mask",
     "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask", "gelu", "gelu_backward", "get_num_threads",
+    "get_precision",
     "layer_norm", "layer_norm_backward", "linear", "linear_backward", "mean_pool_kv_heads", "merge", "multi_head_attention",
     "multi_head_attention_core", "pack_weights", "plan", "reference", "rms_norm", "rms_norm_backward",
-    "scaled_dot_product_attention", "set_num_threads", "show_config", "silu", "silu_backward", "softmax", "softmax_backward",
+    "scaled_dot_product_attention", "set_num_threads", "set_precision", "show_config", "silu", "silu_backward", "softmax", "softmax_backward",
     "split_heads",
 ]

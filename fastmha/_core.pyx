@@ -274,7 +274,8 @@ cdef class Problem:
     axis of q, k, v with unit stride. q, with it out and their gradients, may be float16 or bfloat16 (as uint16), computed in
     float32; so may k and v, with their gradients, and the additive mask, with its own. "blas" takes the mask alone so. For
     forward passes k and v may also be the other float.
-    `element` and `stored`: the dtypes that a caller gives q and k; validation sets them, where they are not those here.
+    `element` and `stored`: the dtypes that a caller gives q and k; validation sets them, where they are not those here. `precision`:
+    of float32 products, None where the caller names none; `parts`: see there.
     """
     cdef fmha_problem c
     cdef object keep
@@ -282,7 +283,7 @@ cdef class Problem:
     cdef readonly ptrdiff_t itemsize, element_size, stored_size         # of the computation, of q, of k
     cdef readonly object q, k, v, dtype, bool_mask, additive_mask
     cdef public str layout
-    cdef public object bytes_copied, element, stored
+    cdef public object bytes_copied, element, stored, precision
 
     def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, double scale,
                  double softcap, sinks=None, alibi=None, draws=None):
@@ -353,7 +354,7 @@ cdef class Problem:
         other.bool_mask, other.additive_mask = self.bool_mask, self.additive_mask
         other.itemsize, other.is_double, other.element_size = self.itemsize, self.is_double, self.element_size
         other.layout, other.bytes_copied = self.layout, self.bytes_copied
-        other.element, other.stored = self.element, self.stored
+        other.element, other.stored, other.precision = self.element, self.stored, self.precision
         if q is not self.q:
             other.read_queries()
         other.read_keys()
@@ -916,13 +917,18 @@ def tile_sizes():
 
 
 def tiled_scratch(Problem problem, bint backward, bint split):
-    """Bytes of scratch of one thread of the tiled algorithm."""
+    """Bytes of scratch of the tiled algorithm: of one thread, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef int mode = FMHA_KEYS if split else FMHA_WHOLE
     if problem.c.Hkv == 0:
-        return 0
+        return 0, 0
+    if problem.c.parts > 0 and kernels.matrix_forward != NULL:
+        if backward:
+            return kernels.gradient_scratch(&problem.c, mode) * problem.itemsize, kernels.gradient_shared(&problem.c)
+        return kernels.matrix_scratch(&problem.c) * problem.itemsize, kernels.matrix_shared(&problem.c)
     if backward:
-        return kernels.backward_scratch(&problem.c, FMHA_KEYS if split else FMHA_WHOLE) * problem.itemsize
-    return kernels.forward_scratch(&problem.c) * problem.itemsize
+        return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, 0
+    return kernels.forward_scratch(&problem.c) * problem.itemsize, 0
 
 
 def decode_scratch(Problem problem):

@@ -14,6 +14,7 @@ import numpy as np
 
 from fastmha import _core, validate
 from fastmha._core import Problem
+from fastmha.precision import parts_of
 
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
@@ -128,9 +129,15 @@ def _blas_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, 
     return _core.blas_scratch(problem, _blas_tile(problem)[0], backward), 0
 
 
+def _tiled_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int) -> None:
+    problem.parts = 0 if weights is not None else parts_of(problem)
+    _core.tiled_forward(problem, out, lse, weights, threads)
+
+
 def _tiled_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
                     grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
     whole = tiled_whole_heads(problem, threads)
+    problem.parts = 0 if problem.additive_mask is not None and states is not None else parts_of(problem)
     _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, whole, threads)
 
 
@@ -139,7 +146,8 @@ def _tiled_tile(problem: Problem) -> tuple[int, int]:
 
 
 def _tiled_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
-    return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0), 0
+    problem.parts = parts_of(problem)
+    return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0)
 
 
 def _decode_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: None, threads: int) -> None:
@@ -172,7 +180,7 @@ class Algorithm(NamedTuple):
 _ANY_STORED = ("float16", "bfloat16", "float32", "float64")
 BLAS = Algorithm("blas", _blas_forward, _blas_backward, weights=True, stored=(), most_rows=None, by_blas=True,
                  tile=_blas_tile, scratch=_blas_scratch)
-TILED = Algorithm("tiled", _core.tiled_forward, _tiled_backward, weights=True, stored=_ANY_STORED, most_rows=None, by_blas=False,
+TILED = Algorithm("tiled", _tiled_forward, _tiled_backward, weights=True, stored=_ANY_STORED, most_rows=None, by_blas=False,
                   tile=_tiled_tile, scratch=_tiled_scratch)
 DECODE = Algorithm("decode", _decode_forward, None, weights=False, stored=_ANY_STORED, most_rows=DECODE_ROWS_MAX, by_blas=False,
                    tile=_decode_tile, scratch=_decode_scratch)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import scipy
 
-from fastmha import _core, threads
+from fastmha import _core, precision, threads
 
 
 def show_config() -> None:
@@ -21,6 +21,7 @@ def show_config() -> None:
         ("SciPy", scipy.__version__),
         ("CPU", f"{platform.machine()}, {sys.byteorder}-endian"),
         ("kernels", f"{isa} ({8 * width}-bit vectors); runnable here: {', '.join(_core.runnable_isas())}"),
+        ("tiles", f"{'half precision and permitted float32 products' if _core.has_tiles() else 'none'}; precision: {precision.get_precision()}"),
         ("BLAS", f"scipy.linalg.cython_blas; threads: {bound}"),
         ("threads", f"{threads.get_num_threads()} per call, {_core.pool_workers()} alive in the pool"),
     ):

@@ -22,7 +22,7 @@ def attention(
     key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0,
     seed: int | None = None, algorithm: str = "auto", return_lse: bool = False, out: np.ndarray | None = None,
-    capture: Capture | None = None, num_threads: int | None = None,
+    capture: Capture | None = None, num_threads: int | None = None, precision: str | None = None,
 ) -> Any:
     """Scaled dot-product attention on heads: softmax(scale · q kᵀ, masked) v [1]_.
 
@@ -91,6 +91,8 @@ def attention(
         those: no bit of `out` and `lse` changes, whatever the algorithm. See `fastmha.Capture`.
     num_threads : int, optional
         Threads for this call; default `fastmha.get_num_threads()`. The bits do not depend on it.
+    precision : {"highest", "high", "medium"}, optional
+        Of products of float32, by permission and not by order: see `fastmha.set_precision`, whose setting is the default.
 
     Returns
     -------
@@ -146,7 +148,7 @@ def attention(
     (2, 8, 16, 64)
     """
     rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
-                  alibi, dropout, seed)
+                  alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm)
     if return_lse is not False:
@@ -182,7 +184,7 @@ def attention_backward(
     key_padding_lengths: np.ndarray | None = None, key_ranges: KeyRanges | None = None,
     window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0, seed: int | None = None,
-    need_bias_grad: bool = False, algorithm: str = "auto", num_threads: int | None = None,
+    need_bias_grad: bool = False, algorithm: str = "auto", num_threads: int | None = None, precision: str | None = None,
 ) -> tuple[np.ndarray, ...]:
     """Gradients of `attention` with respect to q, k and v, and to sinks and an additive mask.
 
@@ -194,7 +196,7 @@ def attention_backward(
         As in `attention`.
     out, lse : arrays
         What ``attention(..., return_lse=True)`` returned for the same arguments.
-    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
+    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed, precision
         As in `attention`.
     algorithm, num_threads
         As in `attention`.
@@ -231,7 +233,7 @@ def attention_backward(
     adds it up anew.
     """
     rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
-                  alibi, dropout, seed)
+                  alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm, backward=True)
     if validate.flag("need_bias_grad", need_bias_grad) and problem.additive_mask is None:
@@ -330,7 +332,7 @@ def plan(
     key_ranges: KeyRanges | None = None, window: tuple[int | None, int | None] | None = None, scale: float | None = None,
     softcap: float | None = None, sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0,
     seed: int | None = None, algorithm: str = "auto", return_lse: bool = False, capture: Capture | None = None,
-    num_threads: int | None = None, backward: bool = False,
+    num_threads: int | None = None, precision: str | None = None, backward: bool = False,
 ) -> Plan:
     """What `attention` with these arguments would do: algorithm and reasons, tiles, work, copies, scratch, balance.
 
@@ -346,7 +348,7 @@ def plan(
     'decode'
     """
     rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
-                  alibi, dropout, seed)
+                  alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules, values=False)
     validate.flag("return_lse", return_lse)
     if capture is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from fastmha import _core, validate
 from fastmha._core import Problem
 from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, copied_for_blas, tiled_whole_heads
+from fastmha.precision import how, parts_of
 
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 # "auto" decodes up to so many query rows per key/value head, from so many bytes of a key and of all keys on: below, what an item
@@ -22,6 +23,12 @@ _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key"
 _DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
 # from where on "auto" has projections write heads contiguous: tokens, bytes per token and head, bytes per head
 _LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
+
+
+ON_TILES: Mapping[str, str] = MappingProxyType({
+    TILED.name: "its products run on matrix tiles", BLAS.name: "BLAS multiplies float32 by vectors",
+    DECODE.name: "it multiplies by vectors: arithmetic is the limit, not memory",
+})
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Plan:
         for "blas" in float32.
     scratch_bytes : int
         Scratch memory of all threads.
+    products : str
+        Of what the products are: element types and parts, and the precision that was asked for.
     layout : str
         "contiguous" where the rows of each head of q, k and v follow each other without a gap, else "strided"; `layout_reason`
         says why it is so.
@@ -67,6 +76,7 @@ class Plan:
     balance: float
     backward: bool = False
     shapes: str = field(default="", repr=False)
+    products: str = "float32"
     layout: str = "strided"
     layout_reason: str = field(default="", repr=False)
 
@@ -77,6 +87,7 @@ class Plan:
             *(f"  not {name:<7} {why}" for name, why in self.reasons.items() if name != self.algorithm),
             f"  layout      {self.layout}: {self.layout_reason}",
             f"  kernels     {self.isa}, {self.threads} thread{'s' * (self.threads != 1)}, balance {self.balance:.0%}",
+            f"  products    {self.products}",
             f"  tile        {self.tile[0]} queries x {self.tile[1]} keys",
             f"  work        {self.flops / 1e9:.3g} GFLOP",
             f"  copied      {self.bytes_copied:,} bytes",
@@ -92,7 +103,10 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     wanted: not at masks, the batch size, threads or values.
     """
     _, H, Hkv, Lq, Lk, D, _ = problem.shape
-    return choose_for(Lq * (H // Hkv if Hkv else 0), Lk, D * problem.itemsize, algorithm, backward, weights)
+    rows, on_tiles = Lq * (H // Hkv if Hkv else 0), not weights and parts_of(problem) > 0
+    if on_tiles and algorithm == AUTO:
+        return TILED.name, ON_TILES
+    return choose_for(rows, Lk, D * problem.itemsize, algorithm, backward, weights)
 
 
 def choose_for(rows: int, Lk: int, key_bytes: int, algorithm: str, backward: bool = False,
@@ -246,5 +260,5 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
         bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
-        layout=layout[0], layout_reason=layout[1],
+        layout=layout[0], layout_reason=layout[1], products=how(problem, parts_of(problem) if record is TILED else 0),
     )

@@ -24,6 +24,7 @@ from fastmha import _core
 from fastmha._core import Problem
 
 LAYOUTS = ("BHLD", "BLHD")
+PRECISIONS = ("highest", "high", "medium")
 FLOAT_TYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _HALF_TYPES = ("float16", "bfloat16")    # names: NumPy has no dtype of the second's
 BLAS_INT_MAX = 2**31 - 1        # BLAS integers are C ints in every SciPy wheel
@@ -64,6 +65,7 @@ class Rules(NamedTuple):
     alibi: Any = None
     dropout: Any = 0.0
     seed: Any = None
+    precision: Any = None
 
     def at(self, offset: Any, key_padding_lengths: Any) -> Rules:
         """These rules with another offset and other padding lengths; `_replace` would cost a step of few microseconds more."""
@@ -328,7 +330,7 @@ def heads(name: str, x: Any, layout: str, half: bool = False) -> np.ndarray:
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
-    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed = rules
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed, precision = rules
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout, True), heads("k", k, layout, True), heads("v", v, layout, True)
@@ -401,6 +403,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     problem = Problem(q, k, v, bool_mask, additive_mask, places, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
     problem.element, problem.stored = element, stored
+    problem.precision = None if precision is None else choice("precision", precision, PRECISIONS)
     return problem
 
 

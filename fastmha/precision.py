@@ -1,0 +1,94 @@
+"""The precision of float32 products that a caller permits, and which products matrix tiles take: as bfloat16 parts of the operands."""
+from __future__ import annotations
+
+import os
+
+from fastmha import _core, validate
+from fastmha._core import Problem
+from fastmha.validate import PRECISIONS
+
+_PARTS = {"highest": 0, "high": 2, "medium": 1}         # of a float32 operand
+_ROWS_LEAST, _KEYS_LEAST = 24, 32                       # query rows per key/value head, and keys, from which on tiles pay
+_SCALE_MOST = 2.0**30                                   # of a scale that goes into exponents of base 2; and its inverse the least
+_chosen: str | None = None      # by set_precision
+_default: str | None = None     # from the environment, read once
+
+
+def set_precision(name: str | None) -> None:
+    """Set the precision of float32 products for all calls and modules that do not name one; None goes back to the default.
+
+    It is permission, never an order: where the machine has nothing faster, the computation is more exact than asked for, and
+    `fastmha.plan` says what is done. float64 is float64 always. The default is FASTMHA_PRECISION, else "highest".
+
+    Parameters
+    ----------
+    name : {"highest", "high", "medium"} or None
+        "highest": float32 throughout. "high": operands may be taken as two bfloat16 parts, three products: about 16 bits. "medium":
+        as one bfloat16 part, 8 bits. Sums and the softmax are of float32 in any case.
+
+    Raises
+    ------
+    ValueError
+        If it is none of these.
+    """
+    global _chosen, _default
+    if name is None:
+        _chosen = _default = None
+    else:
+        _chosen = validate.choice("name", name, PRECISIONS)
+
+
+def get_precision() -> str:
+    """The precision of float32 products in calls and modules that do not name one.
+
+    Returns
+    -------
+    str
+        What `set_precision` set, else the default.
+    """
+    return resolve(None)
+
+
+def resolve(precision: str | None) -> str:
+    """The precision of one call: its own argument, else `set_precision`'s, else the default."""
+    global _default
+    if precision is not None:
+        return precision
+    if _chosen is not None:
+        return _chosen
+    if _default is None:
+        given = os.environ.get("FASTMHA_PRECISION") or "highest"
+        if given not in PRECISIONS:
+            names = ", ".join(PRECISIONS)
+            raise ValueError(f"FASTMHA_PRECISION must be one of {names}, got {validate.short(given)}")
+        _default = given
+    return _default
+
+
+def parts_of(problem: Problem) -> int:
+    """The bfloat16 parts of what "tiled" multiplies on matrix tiles; 0: it multiplies by vectors. By types, lengths, the scale and
+    the kernels in use alone."""
+    if problem.is_double or not _core.has_tiles():
+        return 0
+    _, H, Hkv, Lq, Lk, D, Dv = problem.shape
+    if 0 in (D, Dv, Hkv) or Lq * (H // Hkv) < _ROWS_LEAST or Lk < _KEYS_LEAST:
+        return 0
+    if not 1 / _SCALE_MOST <= abs(problem.scale) <= _SCALE_MOST:
+        return 0
+    types = {problem.q.dtype.char, problem.k.dtype.char}
+    if "d" in types:
+        return 0
+    if "f" in types:
+        return _PARTS[resolve(problem.precision)]
+    return 2 if "e" in types else 1
+
+
+def how(problem: Problem, parts: int) -> str:
+    """What a receipt says of the products of "tiled"."""
+    asked = resolve(problem.precision)
+    if problem.is_double:
+        return "float64"
+    if parts == 0:
+        return "float32" if asked == "highest" else f'float32 ("{asked}" would permit less: nothing faster for this call here)'
+    operands = "bfloat16" if parts == 1 else "two bfloat16 parts of each operand"
+    return f"{operands} on matrix tiles, summed in float32" + (f' (precision "{asked}")' if "f" in problem.q.dtype.char else "")
