@@ -119,11 +119,10 @@ from fastmha.validate import ConventionWarning  # noqa: E402
 __version__ = "0.1.0"
 __all__ = [
     "Capture", "ConventionWarning", "KVCache", "MultiHeadAttention", "PackedWeights", "Plan", "SelfAttention", "analysis",
-    "attention", "attention_backward", "attention_packed", "attention_packed_backward", "combine_heads", "create_attention_mask",
-    "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask", "gelu", "gelu_backward", "get_num_threads",
-    "get_precision",
-    "layer_norm", "layer_norm_backward", "linear", "linear_backward", "mean_pool_kv_heads", "merge", "multi_head_attention",
-    "multi_head_attention_core", "pack_weights", "plan", "reference", "rms_norm", "rms_norm_backward",
-    "scaled_dot_product_attention", "set_num_threads", "set_precision", "show_config", "silu", "silu_backward", "softmax", "softmax_backward",
-    "split_heads",
+    "attention", "attention_backward", "attention_packed", "attention_packed_backward", "combine_heads",
+    "create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask", "gelu",
+    "gelu_backward", "get_num_threads", "get_precision", "layer_norm", "layer_norm_backward", "linear", "linear_backward",
+    "mean_pool_kv_heads", "merge", "multi_head_attention", "multi_head_attention_core", "pack_weights", "plan", "reference",
+    "rms_norm", "rms_norm_backward", "scaled_dot_product_attention", "set_num_threads", "set_precision", "show_config",
+    "silu", "silu_backward", "softmax", "softmax_backward", "split_heads",
 ]

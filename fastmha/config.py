@@ -13,6 +13,7 @@ from fastmha import _core, precision, threads
 def show_config() -> None:
     """Print the versions, instruction sets, BLAS and thread counts that fastmha works with."""
     isa, width = _core.selected_isa()
+    on_tiles = "half precision, and float32 products where a lower precision is permitted" if _core.has_tiles() else "none"
     bound = threads.blas_setter or "no setter found: products run under one lock"
     for name, value in (
         ("fastmha", f"{_version()} ({_core.__file__})"),
@@ -21,7 +22,7 @@ def show_config() -> None:
         ("SciPy", scipy.__version__),
         ("CPU", f"{platform.machine()}, {sys.byteorder}-endian"),
         ("kernels", f"{isa} ({8 * width}-bit vectors); runnable here: {', '.join(_core.runnable_isas())}"),
-        ("tiles", f"{'half precision and permitted float32 products' if _core.has_tiles() else 'none'}; precision: {precision.get_precision()}"),
+        ("tiles", f"{on_tiles}; precision of float32 products: {precision.get_precision()}"),
         ("BLAS", f"scipy.linalg.cython_blas; threads: {bound}"),
         ("threads", f"{threads.get_num_threads()} per call, {_core.pool_workers()} alive in the pool"),
     ):

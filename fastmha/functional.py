@@ -196,9 +196,9 @@ def attention_backward(
         As in `attention`.
     out, lse : arrays
         What ``attention(..., return_lse=True)`` returned for the same arguments.
-    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed, precision
+    layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
         As in `attention`.
-    algorithm, num_threads
+    algorithm, num_threads, precision
         As in `attention`.
     need_bias_grad : bool
         Also return the gradient of the mask, which must be one of floats: a pass of its own, two products more than five, and

@@ -1,4 +1,4 @@
-"""The precision of float32 products that a caller permits, and which products matrix tiles take: as bfloat16 parts of the operands."""
+"""The precision of float32 products that a caller permits, and which products matrix tiles take, as bfloat16 parts."""
 from __future__ import annotations
 
 import os
@@ -23,8 +23,8 @@ def set_precision(name: str | None) -> None:
     Parameters
     ----------
     name : {"highest", "high", "medium"} or None
-        "highest": float32 throughout. "high": operands may be taken as two bfloat16 parts, three products: about 16 bits. "medium":
-        as one bfloat16 part, 8 bits. Sums and the softmax are of float32 in any case.
+        "highest": float32 throughout. "high": operands may be taken as two bfloat16 parts, three products: about 16 bits.
+        "medium": as one bfloat16 part, 8 bits. Sums and the softmax are of float32 in any case.
 
     Raises
     ------
@@ -66,8 +66,8 @@ def resolve(precision: str | None) -> str:
 
 
 def parts_of(problem: Problem) -> int:
-    """The bfloat16 parts of what "tiled" multiplies on matrix tiles; 0: it multiplies by vectors. By types, lengths, the scale and
-    the kernels in use alone."""
+    """The bfloat16 parts of what "tiled" multiplies on matrix tiles; 0: it multiplies by vectors. By types, lengths, the scale
+    and the kernels in use alone."""
     if problem.is_double or not _core.has_tiles():
         return 0
     _, H, Hkv, Lq, Lk, D, Dv = problem.shape

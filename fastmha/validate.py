@@ -330,7 +330,8 @@ def heads(name: str, x: Any, layout: str, half: bool = False) -> np.ndarray:
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
-    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed, precision = rules
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, *last = rules
+    dropout, seed, precision = last
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout, True), heads("k", k, layout, True), heads("v", v, layout, True)

@@ -10,6 +10,7 @@
 #endif
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#pragma GCC diagnostic ignored "-Wunused-function"      /* of what is included, the kernels on tiles need a part */
 #define FMHA_ISA amx
 #define FMHA_TILES 1
 #define FMHA_TILE_UNIT 1

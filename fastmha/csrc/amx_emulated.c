@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#if defined(__GNUC__) || defined(__clang__)
+#pragma GCC diagnostic ignored "-Wunused-function"      /* of what is included, the kernels on tiles need a part */
 #define FMHA_ISA amx_emulated
 #define FMHA_TILES 1
 #define FMHA_TILE_UNIT 0
@@ -18,3 +20,4 @@
 #define MICRO_SUMS 2
 #define MICRO_VECTORS 2
 #include "kernels.inc.h"
+#endif

@@ -491,6 +491,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     }
 #else
     (void)used;
+    (void)matrix;
 #endif
     FMHA_NAME(begin_item)(p);
     w.q_finite = w.grad_out_finite = w.k_finite = 1;

@@ -21,7 +21,7 @@ from fastmha import _core
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "fastmha" / "csrc"
 SOURCES = sorted(CSRC.glob("*.c"))
-FENCED = ("avx2", "avx512")
+FENCED = ("avx2", "avx512", "amx")
 # What only AVX has: all its mnemonics begin with v, also on xmm registers.
 AVX = re.compile(r"^(v\w+|k(mov|and|or|xor|not|add|shift|unpck|test)\w*)$|%[yz]mm\d|%xmm(1[6-9]|2\d|3[01])|%k[0-7]\b")
 AVX512 = re.compile(r"^k(mov|and|or|xor|not|add|shift|unpck|test)\w*$|%zmm\d|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]\b")
@@ -53,7 +53,7 @@ def instructions(path):
 
 
 def fenced(function, isas):
-    return any(function.startswith(f"fmha_{isa}_") for isa in isas)
+    return any(function.startswith(f"fmha_{isa}_") for isa in isas) and not function.startswith("fmha_amx_emulated_")
 
 
 def strays(listing):

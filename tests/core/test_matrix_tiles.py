@@ -1,0 +1,340 @@
+"""Attention and products on matrix tiles: half precision, and float32 where a lower precision is permitted.
+
+Every case runs on the tiles' arithmetic in plain C, and on AMX where the machine has it. Bounds are shares of an array's largest
+entry: what is rounded to one bfloat16 part has 8 bits, to two 16; operands of float16 are exact in two, results have 11 bits."""
+
+import itertools
+import re
+import shutil
+
+import numpy as np
+import pytest
+from support import TILE_ISAS, Guard, assert_same, guards, in_float64, padded, raises, selected
+from test_fences import instructions
+
+import fastmha
+from fastmha import _core, precision, reference, validate
+
+bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+KINDS = {"bfloat16": (bfloat16, None, 3e-2), "float16": (np.float16, None, 3e-3), "high": (np.float32, "high", 1e-4),
+         "medium": (np.float32, "medium", 3e-2)}
+RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
+
+
+@pytest.fixture(params=TILE_ISAS)
+def tiles(request):
+    with selected(request.param):
+        yield request.param
+
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def operands(kind, B, H, Hkv, Lq, Lk, D, Dv, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(KINDS[kind][0])
+            for shape in ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv), (B, H, Lq, Dv))]
+
+
+def attend(kind, arrays, num_threads=1, **rules):
+    """out, lse and the gradients, by tiles."""
+    q, k, v, g = arrays
+    rules |= {"algorithm": "tiled", "num_threads": num_threads, "precision": KINDS[kind][1]}
+    assert "matrix tiles" in fastmha.plan(q, k, v, **rules).products
+    out, lse = fastmha.attention(q, k, v, return_lse=True, **rules)
+    return out, lse, *fastmha.attention_backward(g, q, k, v, out, lse, **rules)[:3]
+
+
+def exact(arrays, **rules):
+    (q, k, v, g), rules = in_float64(arrays, rules)
+    out, lse = reference.attention(q, k, v, return_lse=True, **rules)
+    return out, lse, *reference.attention_backward(g, q, k, v, out, lse, **rules)[:3]
+
+
+def assert_within(kind, results, expected, share=None):
+    for name, result, wanted in zip(RESULTS, results, expected, strict=True):
+        result = result.astype(np.float64)
+        np.testing.assert_array_equal(np.isneginf(result), np.isneginf(wanted), err_msg=name)
+        finite = np.isfinite(wanted)
+        if finite.any():
+            error = np.abs(result[finite] - wanted[finite]).max()
+            assert error <= (share or KINDS[kind][2]) * max(1e-3, np.abs(wanted[finite]).max()), (name, error)
+
+
+def rules_of(rng, B, H, Lq, Lk, dtype):
+    """By name: every rule, and some together."""
+    causal = {"is_causal": True, "offset": Lk - Lq}
+    removed, added = rng.random((B, 1, Lq, Lk)) < 0.3, rng.standard_normal((1, H, Lq, Lk)).astype(dtype)
+    slopes = np.linspace(0.05, 0.3, H).astype(np.float32)
+    return {
+        "plain": {}, "causal": causal, "window": {"window": (20, 3), "offset": Lk - Lq},
+        "lengths": {"key_padding_lengths": [Lk // 3] * B},
+        "ranges": {"key_ranges": ([Lk // 4] * B, [Lk - 5] * B)}, "removed": {"mask": removed}, "added": {"mask": added},
+        "row added": {"mask": added[:, :1, :1]}, "softcap": {"softcap": 2.0}, "alibi": {"alibi": slopes, "offset": Lk - Lq},
+        "sinks": {"sinks": 3 * slopes}, "scale": {"scale": -0.5}, "tiny scale": {"scale": 2.0**-25},
+        "dropout": {"dropout": 0.3, "seed": 5},
+        "all": {**causal, "window": (60, 60), "softcap": 3.0, "mask": removed, "dropout": 0.2, "seed": 1, "sinks": slopes,
+                "key_padding_lengths": [Lk - 7] * B},
+    }
+
+
+@pytest.mark.parametrize("rule", rules_of(np.random.default_rng(0), 1, 1, 1, 1, np.float32))
+@kinds
+def test_results_and_gradients_are_those_of_the_oracle_under_every_rule(tiles, kind, rule):
+    B, H, Hkv, Lq, Lk, D, Dv = 2, 4, 2, 75, 230, 40, 24
+    arrays = operands(kind, B, H, Hkv, Lq, Lk, D, Dv)
+    rules = rules_of(np.random.default_rng(1), B, H, Lq, Lk, KINDS[kind][0])[rule]
+    assert_within(kind, attend(kind, arrays, **rules), exact(arrays, **rules))
+
+
+@pytest.mark.parametrize(("Lq", "Lk"), [(24, 32), (31, 33), (33, 191), (63, 192), (64, 193), (65, 385), (130, 64), (100, 95)])
+@kinds
+def test_every_length_around_the_edges_of_tiles(tiles, kind, Lq, Lk):
+    arrays = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
+    for rules in ({}, {"is_causal": True, "offset": Lk - Lq}):
+        assert_within(kind, attend(kind, arrays, **rules), exact(arrays, **rules))
+
+
+@pytest.mark.parametrize(("D", "Dv"), [(1, 1), (8, 20), (31, 33), (64, 48), (100, 65), (160, 16)])
+@kinds
+def test_every_width(tiles, kind, D, Dv):
+    arrays = operands(kind, 1, 2, 2, 40, 70, D, Dv)
+    assert_within(kind, attend(kind, arrays), exact(arrays))
+
+
+@kinds
+def test_the_bits_depend_neither_on_threads_nor_on_other_batch_rows(tiles, kind):
+    arrays = operands(kind, 3, 2, 1, 150, 210, 32, 32)
+    rules = {"is_causal": True, "offset": 60}
+    alone = attend(kind, arrays, **rules)
+    for threads in (2, 3, 5):           # of backward some split heads, others do not
+        assert_same(alone, attend(kind, arrays, threads, **rules))
+    assert_same([x[1:2] for x in alone], attend(kind, [x[1:2] for x in arrays], **rules))
+
+
+@kinds
+def test_strides_change_no_bit_and_nothing_outside_is_read(tiles, kind):
+    arrays = operands(kind, 2, 4, 2, 50, 100, 40, 24)
+    expected = attend(kind, arrays)
+    odd = [padded(x.transpose(0, 2, 1, 3).copy()).transpose(0, 2, 1, 3) for x in arrays]
+    assert_same(expected, attend(kind, odd))
+    turned = [x[..., ::-1][..., ::-1][:, :, ::-1].copy()[:, :, ::-1] for x in arrays]
+    assert_same(expected, attend(kind, turned))
+
+
+@guards
+@pytest.mark.parametrize("of", KINDS)
+def test_nothing_is_read_beyond_the_operands(tiles, of, kind):
+    guard = Guard(kind)
+    arrays = operands(of, 1, 1, 1, 37, 53, 20, 12)
+    assert_same(attend(of, arrays), attend(of, [guard(x) for x in arrays]))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@kinds
+def test_a_removed_key_and_value_change_no_bit_of_the_rows(tiles, kind, poison):
+    Lq, Lk = 70, 230
+    q, k, v, g = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
+    poison = np.inf if kind == "float16" and poison == 1e38 else poison
+    mask = np.zeros((Lq, Lk), bool)
+    mask[:50, [3, 100, 210]] = True
+    clean = attend(kind, (q, k, v, g), mask=mask)
+    bad_k, bad_v = k.copy(), v.copy()
+    bad_k[:, :, 3], bad_v[:, :, 100], bad_v[:, :, 210, 5] = poison, poison, poison
+    with np.errstate(all="ignore"):
+        poisoned = attend(kind, (q, bad_k, bad_v, g), mask=mask)
+    for x in (0, 1, 2):
+        assert_same([clean[x][:, :, :50]], [poisoned[x][:, :, :50]])
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@kinds
+def test_a_row_of_queries_changes_no_bit_of_the_gradients_of_keys_that_it_may_not_attend(tiles, kind, poison):
+    Lq, Lk = 100, 230
+    q, k, v, g = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
+    rules = {"is_causal": True, "offset": 0}
+    for at in (0, 3):       # q, grad_out
+        bad = [q, k, v, g]
+        bad[at] = bad[at].copy()
+        # what such a row gives the keys that it attends is its own; the row with zeros instead is what the others see
+        zeroed = [x.copy() for x in bad]
+        bad[at][:, 1, 40, 7] = poison
+        zeroed[at][:, 1, 40] = 0
+        zeroed[3][:, 1, 40] = 0
+        with np.errstate(all="ignore"):
+            dirty, clean = attend(kind, bad, **rules), attend(kind, zeroed, **rules)
+        for x in (3, 4):
+            assert_same([dirty[x][:, :, 41:]], [clean[x][:, :, 41:]])
+        assert_same([dirty[2][:, 0]], [clean[2][:, 0]])
+
+
+@kinds
+def test_a_nan_reaches_the_rows_that_attend_it(tiles, kind):
+    q, k, v, _ = operands(kind, 1, 1, 1, 64, 100, 32, 32)
+    v[:, :, 50, 3] = np.nan
+    out = fastmha.attention(q, k, v, is_causal=True, offset=0, algorithm="tiled", precision=KINDS[kind][1]).astype(np.float32)
+    assert np.isnan(out[0, 0, 50:, 3]).all()
+    assert not np.isnan(out[0, 0, :50]).any()
+
+
+@kinds
+def test_empty_rows_are_zero_and_contribute_nothing(tiles, kind):
+    arrays = operands(kind, 1, 2, 1, 80, 100, 32, 32)
+    mask = np.zeros((80, 100), bool)
+    mask[10:30] = True
+    out, lse, grad_q, _, _ = results = attend(kind, arrays, mask=mask)
+    assert not out[:, :, 10:30].any()
+    assert not grad_q[:, :, 10:30].any()
+    assert np.isneginf(lse[:, :, 10:30]).all()
+    assert_within(kind, results, exact(arrays, mask=mask))
+
+
+@pytest.mark.parametrize("constant", ["least", -1e4])
+@kinds
+def test_rows_masked_by_a_padding_constant_are_right(tiles, kind, constant):
+    arrays = operands(kind, 1, 2, 2, 70, 130, 32, 32)
+    dtype = KINDS[kind][0]
+    least = float(np.finfo(dtype).min) if kind != "bfloat16" else -3.3895e38
+    mask = np.zeros((70, 130), dtype)
+    mask[:20] = least if constant == "least" else constant
+    mask[30:, 90:] = least if constant == "least" else constant
+    # beside the constant a score keeps a 2**-24th of it
+    share = KINDS[kind][2] + (0 if constant == "least" else 1e4 * 2.0**-23)
+    assert_within(kind, attend(kind, arrays, mask=mask), exact(arrays, mask=mask), share)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("kind", ["high", "medium", "bfloat16"])
+def test_values_of_any_size(tiles, kind, size):
+    """Too small or too large for tiles: such rows are computed by vectors."""
+    q, k, v, _ = operands(kind, 1, 2, 1, 40, 70, 32, 32)
+    v = (v.astype(np.float32) * np.float32(size)).astype(v.dtype)
+    out = fastmha.attention(q, k, v, algorithm="tiled", precision=KINDS[kind][1])
+    wanted = reference.attention(*(x.astype(np.float64) for x in (q, k, v)))
+    assert np.abs(out.astype(np.float64) - wanted).max() <= KINDS[kind][2] * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("spread", [20, 200])
+@kinds
+def test_peaked_scores(tiles, kind, spread):
+    q, k, v, _ = operands(kind, 1, 2, 1, 70, 200, 32, 32)
+    q = (q.astype(np.float32) * spread).astype(q.dtype)
+    _, lse = fastmha.attention(q, k, v, return_lse=True, algorithm="tiled", precision=KINDS[kind][1])
+    q64, k64 = q.astype(np.float64), k.astype(np.float64)
+    scores = q64 @ np.swapaxes(k64, 2, 3) / np.sqrt(32)
+    # what the scores may err by: of rounded operands by their rounding, of exact ones by that of sums
+    unit = {"medium": 2.0**-8, "high": 2.0**-15}.get(kind, 2.0**-20)
+    slack = unit * (np.abs(q64) @ np.swapaxes(np.abs(k64), 2, 3)).max() / np.sqrt(32)
+    wanted = np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1)) + scores.max(-1)
+    assert np.abs(lse - wanted).max() <= 2 * slack + 1e-3
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 16, 32), (33, 50, 70), (128, 96, 300), (1, 48, 33), (70, 272, 600)])
+def test_products_of_matrices_in_every_orientation(tiles, M, N, K, parts):
+    rng = np.random.default_rng(0)
+    a, b, residual = rng.standard_normal((M, K)), rng.standard_normal((K, N)), rng.standard_normal((M, N)).astype(np.float32)
+    bias = rng.standard_normal(N).astype(np.float32)
+    for trans_a, trans_b, dtype in itertools.product((False, True), (False, True), (np.float32, np.float16)):
+        share = 2.0**-7 if parts == 1 else 2.0**-14 if dtype is np.float32 else 2.0**-10
+        x, y = a.astype(dtype), b.astype(dtype)
+        out, added = np.empty((M, N), dtype), residual.astype(dtype)
+        operands = [np.ascontiguousarray(z.T if trans else z) for z, trans in ((x, trans_a), (y, trans_b))]
+        assert _core.matmul_matrix(*operands, out, trans_a, trans_b, bias, (64, 64), 2, parts, None, 0, added)
+        wanted = x.astype(float) @ y.astype(float) + bias + added
+        assert np.abs(out - wanted).max() <= share * np.abs(wanted).max()
+
+
+def test_a_product_says_when_tiles_cannot_do_it(tiles):
+    a, b, out = np.ones((32, 32), np.float32), np.ones((32, 32), np.float32), np.empty((32, 32), np.float32)
+    for bad in (np.nan, np.inf, 1e20):
+        b[3, 4] = bad
+        assert not _core.matmul_matrix(a, b, out, False, False, None, (32, 32), 1, 2)
+
+
+@pytest.mark.skipif("amx" not in TILE_ISAS, reason="needs AMX")
+@kinds
+def test_the_emulated_tiles_have_the_bits_of_the_unit(kind):
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((100, 100)).astype(KINDS[kind][0]) for _ in range(2))
+    b[::7] *= 2.0**-10
+    results = []
+    for isa in ("amx", "amx-emulated"):
+        with selected(isa):
+            out = np.empty((100, 100), np.float32)
+            parts = 2 if kind in ("high", "float16") else 1
+            assert _core.matmul_matrix(validate.bits(a), validate.bits(b), out, False, True, None, (64, 64), 1, parts)
+            results.append(out)
+    assert_same(results[:1], results[1:])
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_the_instructions_for_tiles_stand_in_their_fence_alone():
+    found = {function for function, mnemonic, _ in instructions(_core.__file__) if re.match(r"t(ile|dpbf)", mnemonic)}
+    if not found and not any(function.startswith("fmha_") for function, _, _ in instructions(_core.__file__)):
+        pytest.skip("the module is stripped of its local symbols")
+    assert all(function.startswith("fmha_amx_") and "emulated" not in function for function in found)
+    if _core.runnable_isas().count("avx2"):
+        assert found
+
+
+# --------------------------------------------------------------------------------------------------------- the precision
+
+
+def test_highest_is_what_it_was_bit_for_bit(tiles):
+    q, k, v, _ = operands("high", 1, 2, 1, 70, 130, 32, 32)
+    before = fastmha.attention(q, k, v, algorithm="tiled")
+    with selected("baseline" if tiles == "amx-emulated" else "avx512"):
+        assert_same([before], [fastmha.attention(q, k, v, algorithm="tiled")])
+
+
+def test_the_precision_is_that_of_the_call_else_the_one_set_else_the_environments(tiles, monkeypatch):
+    q, k, v, _ = operands("high", 1, 2, 1, 70, 130, 32, 32)
+
+    def products(**more):
+        return fastmha.plan(q, k, v, **more).products
+
+    monkeypatch.setenv("FASTMHA_PRECISION", "medium")
+    try:
+        fastmha.set_precision(None)
+        assert fastmha.get_precision() == "medium"
+        assert products() == 'bfloat16 on matrix tiles, summed in float32 (precision "medium")'
+        fastmha.set_precision("high")
+        assert products() == 'two bfloat16 parts of each operand on matrix tiles, summed in float32 (precision "high")'
+        assert products(precision="highest") == "float32"
+        assert fastmha.plan(*(x.astype(np.float64) for x in (q, k, v))).products == "float64"
+        monkeypatch.setenv("FASTMHA_PRECISION", "exact")
+        fastmha.set_precision(None)
+        with raises(ValueError, "FASTMHA_PRECISION must be one of highest, high, medium, got 'exact'"):
+            fastmha.get_precision()
+    finally:
+        monkeypatch.delenv("FASTMHA_PRECISION")
+        fastmha.set_precision(None)
+    assert fastmha.get_precision() == "highest"
+
+
+def test_a_precision_is_permission_and_not_an_order():
+    q, k, v, _ = operands("high", 1, 2, 1, 70, 130, 32, 32)
+    with selected("baseline"):
+        products = fastmha.plan(q, k, v, precision="medium").products
+        assert products == 'float32 ("medium" would permit less: nothing faster for this call here)'
+        assert_same([fastmha.attention(q, k, v, precision="medium")], [fastmha.attention(q, k, v)])
+
+
+@pytest.mark.parametrize("wrong", ["", "best", 3, ["high"]])
+def test_an_unknown_precision_is_an_error_that_names_it(wrong):
+    q, k, v, _ = operands("high", 1, 1, 1, 2, 2, 4, 4)
+    for call in (lambda: fastmha.attention(q, k, v, precision=wrong), lambda: fastmha.plan(q, k, v, precision=wrong)):
+        with raises(ValueError, f'precision must be "highest", "high" or "medium", got {wrong!r}'):
+            call()
+    with raises(ValueError, f'name must be "highest", "high" or "medium", got {wrong!r}'):
+        fastmha.set_precision(wrong)
+
+
+def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors(tiles):
+    def parts(Lq, Lk, **rules):
+        q, k, v, _ = operands("bfloat16", 1, 1, 1, Lq, Lk, 32, 32)
+        return precision.parts_of(validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules)))
+
+    assert parts(64, 64) == 1
+    assert parts(8, 4096) == parts(64, 8) == parts(64, 64, scale=0.0) == parts(64, 64, scale=1e20) == 0
