@@ -5,17 +5,18 @@
     python examples/embed_corpus.py TEXTS ARRAYS
 
 Each file ``TEXTS/*.txt`` is a shard: UTF-8, one document a line, an empty line too. ``ARRAYS/NAME.npy`` is float32, (documents,
-384), row i for line i + 1 of ``NAME.txt``; ``ARRAYS/index.json`` has for each shard the SHA-256 of its text and of its array file.
+384), row i for line i + 1 of ``NAME.txt``; ``ARRAYS/index.json`` has for each shard the SHA-256 of its text and of its array.
 The encoder is that of embed_sentences.py, which lies beside this file.
 
 It can be killed at any moment: the same line again goes on. A shard is skipped if its text, the settings and its array are those
-of the index; otherwise, changed or damaged, it is embedded anew. What has no text any more is removed, as are unfinished files.
-Other settings (model, batch size) than those of the index are an error; ``--redo`` embeds everything with the new ones.
+of the index; otherwise, changed or damaged, it is embedded anew. The array of a text that is gone is removed, and so are
+unfinished files. Other settings (model, batch size) than those of the index are an error; ``--redo`` embeds everything anew.
 
-By default a cluster of this machine: at least two processes of at most four threads each, as many as the CPUs (or
-FASTMHA_NUM_THREADS) allow. ``--workers 0`` embeds in this process, without a cluster. ``--scheduler`` takes a cluster that exists:
-its machines must see both folders under the same paths and have the packages installed; threads are as its workers' FASTMHA_NUM_THREADS
-says, or as ``--threads-per-worker``. Arrays have the same bytes on any number of workers and threads of one kind of CPU.
+By default a cluster of this machine: two processes or more, of at most four threads each, as many as there are CPUs (or as
+FASTMHA_NUM_THREADS says). ``--workers 0`` embeds in this process, without a cluster. ``--scheduler`` takes a cluster that
+exists: its machines must see both folders under the same paths and have the packages installed; the threads of a task are as
+FASTMHA_NUM_THREADS of its worker says, or ``--threads-per-worker``. Arrays have the same bytes whatever the number of workers
+and threads, on CPUs of one kind.
 
 Exit status: 0; 1 if a shard could not be embedded (the others are); 2 if arguments are wrong, a package is missing or
 another run is at work in ARRAYS; 130 after Ctrl-C.
@@ -27,6 +28,7 @@ import argparse
 import codecs
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -47,6 +49,7 @@ import fastmha
 INDEX = "index.json"
 INSTALL = 'pip install "fastmha[examples,dask]"'
 MOST_SHOWN = 10  # shards that failed
+CONNECT = 10  # seconds for a scheduler to answer
 
 Record = dict[str, Any]  # of a shard: "bytes" and "sha256" of its text, "rows", "array_sha256" of its array file
 
@@ -181,13 +184,15 @@ def read_index(output: Path) -> tuple[dict[str, Any], dict[str, Record]] | None:
 def is_whole(source: Path, output: Path, record: Record) -> bool:
     """Whether text, array file and rows are those of the record."""
     array = output / array_name(source.name)
-    return (
-        array.is_file()
-        and record.get("bytes") == source.stat().st_size
-        and record.get("sha256") == sha256(source)
-        and record.get("array_sha256") == sha256(array)
-        and record.get("rows") == len(np.load(array, mmap_mode="r"))
-    )
+    try:
+        return (
+            record.get("bytes") == source.stat().st_size
+            and record.get("sha256") == sha256(source)
+            and record.get("array_sha256") == sha256(array)
+            and record.get("rows") == len(np.load(array, mmap_mode="r"))
+        )
+    except (OSError, ValueError, TypeError):  # it cannot be read, or is no array
+        return False
 
 
 def settings_of(batch_size: int) -> dict[str, Any]:
@@ -250,23 +255,28 @@ class Usage(Exception):
     """What ends the run before its work, in a sentence."""
 
 
-def run(options: argparse.Namespace, stack: ExitStack) -> int:
-    try:
-        import distributed
-        import filelock
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    except ModuleNotFoundError as error:
-        missing = (error.name or "distributed").partition(".")[0]
-        raise Usage(f"This example needs the package {missing}, of the extra dask: {INSTALL} provides it.") from error
+def require_extra() -> None:
+    for package in ("distributed", "filelock", "rich"):
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            raise Usage(f"This example needs {package}, which is not installed: it is in the extra dask, {INSTALL}.") from error
 
-    output: Path = options.output
-    if not options.texts.is_dir():
-        raise Usage(f"TEXTS must be a folder of .txt files, got {options.texts}")
-    sources = {path.name: path.resolve() for path in sorted(options.texts.glob("*.txt")) if path.is_file()}
+
+def sources_of(texts: Path) -> dict[str, Path]:
+    """The shards by their names, in order."""
+    if not texts.is_dir():
+        raise Usage(f"TEXTS must be a folder of .txt files, got {texts}")
+    sources = {path.name: path.absolute() for path in sorted(texts.glob("*.txt")) if path.is_file()}
     if not sources:
-        raise Usage(f"TEXTS must be a folder of .txt files, but {options.texts} has none")
-    settings = settings_of(options.batch_size)
+        raise Usage(f"TEXTS must be a folder of .txt files, but {texts} has none")
+    return sources
+
+
+def opened(output: Path, stack: ExitStack) -> None:
+    """Make the folder and lock it for this run, until the stack is closed or the process ends, however it ends."""
+    import filelock
+
     try:
         output.mkdir(parents=True, exist_ok=True)
         stack.enter_context(filelock.FileLock(output / ".lock", timeout=0))
@@ -274,68 +284,102 @@ def run(options: argparse.Namespace, stack: ExitStack) -> int:
         raise Usage(f"Another run is at work in {output}: it must end first.") from None
     except OSError as error:
         raise Usage(f"ARRAYS must be a folder that can be written: {error}") from None
-    output = output.resolve()
-    remove_parts(output)
 
-    console = Console(stderr=True)
+
+def recorded_in(output: Path, settings: dict[str, Any], redo: bool) -> dict[str, Record]:
+    """The shards of the index that were made with these settings; with `redo`, or where it is damaged, all are without worth."""
     try:
-        made, recorded = read_index(output) or (settings, {})
+        made, shards = read_index(output) or (settings, {})
     except ValueError as error:
-        print(f"The index is damaged, all shards are embedded anew: {error}", file=sys.stderr)
-        made, recorded = settings, {}
-    if made != settings and not options.redo:
-        other = [f"{key} {made.get(key)!r}, not {settings.get(key)!r}" for key in {**made, **settings} if made.get(key) != settings.get(key)]
-        raise Usage(f"{options.output} holds embeddings with {'; '.join(other)}: give another folder, or --redo to replace them.")
+        print(f"The index is damaged, so that every shard is embedded anew: {error}", file=sys.stderr)
+        made, shards = settings, {}
+    other = [key for key in {**made, **settings} if made.get(key) != settings.get(key)]
+    if other and not redo:
+        told = "; ".join(f"{key} {made.get(key)!r} and not {settings.get(key)!r}" for key in other)
+        raise Usage(f"{output} holds embeddings with {told}: give another folder, or --redo to replace them.")
+    return {name: {} for name in shards} if redo else shards
 
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    progress = stack.enter_context(Progress(*columns, console=console))
-    looking = progress.add_task("looking at what is there", total=len(recorded))
-    shards: dict[str, Record] = {}
+
+def keep_whole(
+    recorded: dict[str, Record], sources: dict[str, Path], output: Path, advance: Callable[[], None]
+) -> dict[str, Record]:
+    """Remove what is not whole or has no text any more; the records of the rest."""
+    shards = {}
     for name, record in recorded.items():
-        if not options.redo and name in sources and is_whole(sources[name], output, record):
+        if name in sources and is_whole(sources[name], output, record):
             shards[name] = record
         else:
             (output / array_name(name)).unlink(missing_ok=True)
-        progress.advance(looking)
+        advance()
+    return shards
+
+
+def started(
+    todo: Sequence[Path], output: Path, options: argparse.Namespace, stack: ExitStack
+) -> tuple[Iterator[Done], str]:
+    """The shards as they are embedded, and by whom, in words."""
+    if options.workers == 0 or not todo:
+        fastmha.set_num_threads(options.threads_per_worker)
+        return here(todo, output, options.batch_size), "in this process"
+
+    import distributed
+
+    threads = None
+    if options.scheduler:
+        try:
+            client = stack.enter_context(distributed.Client(options.scheduler, timeout=CONNECT))
+        except (OSError, ValueError) as error:
+            raise Usage(f"No scheduler of Dask answers at {options.scheduler}: {error}") from None
+        for module in ("embed_sentences", __name__):
+            client.upload_file(sys.modules[module].__file__)
+        threads, told = options.threads_per_worker, f"on {options.scheduler}"
+    else:
+        workers, threads_each = plan_workers(options.workers, options.threads_per_worker)
+        workers = min(workers, len(todo))
+        client = stack.enter_context(distributed.Client(stack.enter_context(local_cluster(workers, threads_each))))
+        told = f"by workers {workers}, threads of each {threads_each}"
+    return on_cluster(client, todo, output, options.batch_size, threads), told
+
+
+def run(options: argparse.Namespace, stack: ExitStack) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    sources, settings, output = sources_of(options.texts), settings_of(options.batch_size), options.output.absolute()
+    opened(output, stack)
+    remove_parts(output)
+    recorded = recorded_in(output, settings, options.redo)
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    progress = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
+    if recorded:
+        looking = progress.add_task("looking at what is there", total=len(recorded))
+    shards = keep_whole(recorded, sources, output, lambda: progress.advance(looking))
     write_index(output, settings, shards)
-    found = len(shards)
 
     # The largest first, so that no long one is left for the end.
     todo = sorted((source for name, source in sources.items() if name not in shards), key=lambda path: -path.stat().st_size)
-    workers, threads = plan_workers(options.workers, options.threads_per_worker)
-    began, of = time.perf_counter(), "in one process"
-    if not todo or options.workers == 0:
-        if options.threads_per_worker is not None:
-            fastmha.set_num_threads(options.threads_per_worker)
-        done = here(todo, output, options.batch_size)
-    elif options.scheduler:
-        try:
-            client = stack.enter_context(distributed.Client(options.scheduler, timeout=10))
-        except (OSError, ValueError) as error:
-            raise Usage(f"No scheduler of Dask answers at {options.scheduler}: {error}") from None
-        for file in (embed_sentences.__file__, __file__):
-            client.upload_file(file)
-        done, of = on_cluster(client, todo, output, options.batch_size, options.threads_per_worker), f"on {options.scheduler}"
-    else:
-        cluster = stack.enter_context(local_cluster(min(workers, len(todo)), threads))
-        client = stack.enter_context(distributed.Client(cluster))
-        done = on_cluster(client, todo, output, options.batch_size, None)
-        of = f"by {min(workers, len(todo))} workers of {threads} thread{'s' * (threads > 1)}"
-
+    bar = progress.add_task(f"{len(shards)} of {len(sources)} shards", total=sum(path.stat().st_size for path in todo))
+    began, found, embedded, due = time.perf_counter(), len(shards), 0, 0.0
     failed: list[str] = []
-    embedded = 0
-    bar = progress.add_task("embedding", total=sum(path.stat().st_size for path in todo))
-    due = 0.0
+    done, told = started(todo, output, options, stack)
     try:
         for source, result in done:
-            if isinstance(result, Exception):
-                failed.append(str(result) if isinstance(result, DocumentError) else f"{source.name}: {type(result).__name__}: {result}")
-            else:
+            try:
+                if isinstance(result, Exception):
+                    raise result
                 part, record = result
                 os.replace(output / part, output / array_name(source.name))
+            except DocumentError as error:
+                failed.append(str(error))
+            except FileNotFoundError as error:
+                failed.append(f"{source.name}: {error}; the workers must see both folders as this process does")
+            except Exception as error:
+                failed.append(f"{source.name}: {type(error).__name__}: {error}")
+            else:
                 shards[source.name] = record
                 embedded += record["rows"]
-            # Written after each shard, unless that would take a twentieth of the time: then those since are embedded again.
+            # After each shard, unless that took more than a twentieth of the time: then a kill costs the shards since.
             if (start := time.monotonic()) >= due:
                 write_index(output, settings, shards)
                 due = time.monotonic() + 20 * (time.monotonic() - start)
@@ -347,8 +391,9 @@ def run(options: argparse.Namespace, stack: ExitStack) -> int:
 
     seconds = time.perf_counter() - began
     print(f"shards     {len(sources)}: {len(shards) - found} embedded, {found} found whole, {len(failed)} failed")
-    print(f"documents  {sum(record['rows'] for record in shards.values()):,}, one row each")
-    print(f"time       {seconds:.1f} s for {embedded:,} documents {of}, {embedded / seconds:.0f} per second")
+    print(f"documents  {sum(record['rows'] for record in shards.values()):,}, a row each")
+    if todo:
+        print(f"time       {seconds:.1f} s for {embedded:,} documents {told}, {embedded / seconds:.0f} per second")
     for message in failed[:MOST_SHOWN]:
         print(message, file=sys.stderr)
     if len(failed) > MOST_SHOWN:
@@ -376,8 +421,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.scheduler and options.workers is not None:
         parser.error("--workers is for this machine: --scheduler has workers of its own")
     try:
+        require_extra()
         with ExitStack() as stack:
             return run(options, stack)
+    except OSError as error:
+        print(f"The files cannot be read or written: {error}", file=sys.stderr)
+        return 2
     except (Usage, MissingPackageError) as error:
         print(error, file=sys.stderr)
         return 2
