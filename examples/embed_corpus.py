@@ -32,11 +32,13 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import IO, Any
 
@@ -217,14 +219,27 @@ def here(sources: Sequence[Path], output: Path, batch_size: int) -> Iterator[Don
             yield source, error
 
 
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Ctrl-C reaches this thread when it is done, and the threads and processes that are started inside never."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # or the first process to start would start it, and unblock the signal on its way
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def local_cluster(workers: int, threads: int) -> Any:
     """Processes of one task at a time; a task may use so many threads, in fastmha and in the tokenizer."""
     from distributed import LocalCluster
 
     own = {"FASTMHA_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
-    return LocalCluster(
-        n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=logging.CRITICAL, env=own
-    )
+    with interrupts_deferred():  # Ctrl-C ends this process, which ends its workers
+        return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL, env=own)
 
 
 def on_cluster(client: Any, sources: Sequence[Path], output: Path, batch_size: int, num_threads: int | None) -> Iterator[Done]:
