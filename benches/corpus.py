@@ -2,9 +2,10 @@
 
     python benches/corpus.py --kills 10 --documents 20000
 
-Generates documents by a seed and embeds them three times, each time by the command: in one process with all threads and without Dask;
-on Dask; and on Dask while the whole process group gets SIGKILL at random moments. Rows are counted against the lines of the texts,
-and all files compared byte for byte. Needs a POSIX system and what the example needs. Exit status: 0, or 1 if anything differs.
+Generates documents by a seed and embeds them three times, each time by the command: in one process with all threads, without Dask;
+on Dask; and on Dask while its whole process group gets SIGKILL at random moments. Rows are counted against the lines of the texts,
+all files are compared byte for byte. Needs a POSIX system and what the example needs. Exit status: 0; 1 if anything differs, or
+if the work was done before the last kill.
 """
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 from embed_sentences import VARIED, positive  # noqa: E402
 
+START = 1.5     # seconds, about, from a start of Dask's processes to their first row
 LONGEST = 24    # words of a document; the shortest have none
 
 
@@ -77,11 +79,8 @@ def finished(arrays: Path) -> int:
 
 def differences(arrays: Path, expected: Path) -> list[str]:
     """Files that are not those of the other folder, byte for byte; the lock has no content."""
-    names = {path.name for folder in (arrays, expected) for path in folder.iterdir()} - {".lock"}
-    return [
-        name for name in sorted(names)
-        if not (arrays / name).exists() or not (expected / name).exists() or (arrays / name).read_bytes() != (expected / name).read_bytes()
-    ]
+    here, there = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (arrays, expected))
+    return [name for name in sorted({*here, *there} - {".lock"}) if here.get(name) != there.get(name)]
 
 
 def wrong_rows(arrays: Path, sizes: dict[str, int]) -> list[str]:
@@ -116,30 +115,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again, _ = run(texts, unbroken, on_dask)
         print(f"the same line again            {again:7.1f} s  all is found whole", flush=True)
 
-        # Moments between the start and a little work: so many lives do hardly more than what one unbroken run does.
-        rng, began, kills = random.Random(options.seed), time.perf_counter(), 0
+        rng, began, kills, before = random.Random(options.seed), time.perf_counter(), 0, 0
+        start = again + START
         while kills < options.kills:
-            seconds, ended = run(texts, killed, on_dask, rng.uniform(0, again + START + 1.5 * whole / options.kills))
+            # Any moment from the start to a part of the work that is left, so that some is left for each kill.
+            work = max(0.0, whole - start) * (1 - before / options.shards) / (1 + options.kills - kills)
+            seconds, ended = run(texts, killed, on_dask, rng.uniform(0, start + 1.5 * work))
             if ended:
                 break
-            kills += 1
-            print(f"  kill {kills:2} after {seconds:5.1f} s, {finished(killed)} of {options.shards} shards finished", flush=True)
-        before = finished(killed)
+            kills, before = kills + 1, finished(killed)
+            print(f"  kill {kills:2} after {seconds:5.1f} s, {before} of {options.shards} shards finished", flush=True)
         last, _ = run(texts, killed, on_dask)
         total = time.perf_counter() - began
-        print(f"on Dask, killed {kills} times        {total:7.1f} s  of which the last run, over {options.shards - before} shards, {last:.1f} s")
+        print(f"{f'on Dask, killed {kills} times':30} {total:7.1f} s  the last run {last:.1f} s, {options.shards - before} shards")
 
-        wrong = [f"{path.name}: {name} has not one finite row per line" for path in (one, unbroken, killed) for name in wrong_rows(path, sizes)]
-        wrong += [f"{path.name}: {name} differs from the unbroken run's" for path in (one, killed) for name in differences(path, unbroken)]
+        wrong = [f"{path.name}: {name} has not a row per line" for path in (one, unbroken, killed) for name in wrong_rows(path, sizes)]
+        wrong += [f"{path.name}: {name} is not the unbroken run's" for path in (one, killed) for name in differences(path, unbroken)]
         if kills < options.kills:
             wrong.append(f"the work was done after {kills} kills")
         rows = sum(len(np.load(path, mmap_mode="r")) for path in killed.glob("*.npy"))
     print(f"rows                           {rows:,} of {options.documents:,}")
     print("\n".join(wrong) or "equal                          all files of the three runs, byte for byte")
     return 1 if wrong else 0
-
-
-START = 1.5     # seconds, about, from a start of Dask's processes to their first row
 
 
 if __name__ == "__main__":

@@ -238,8 +238,9 @@ def local_cluster(workers: int, threads: int) -> Any:
     from distributed import LocalCluster
 
     own = {"FASTMHA_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+    quiet: dict[str, Any] = {"dashboard_address": None, "silence_logs": logging.CRITICAL}
     with interrupts_deferred():  # Ctrl-C ends this process, which ends its workers
-        return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL, env=own)
+        return LocalCluster(n_workers=workers, threads_per_worker=1, env=own, **quiet)
 
 
 def on_cluster(client: Any, sources: Sequence[Path], output: Path, batch_size: int, num_threads: int | None) -> Iterator[Done]:
