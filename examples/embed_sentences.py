@@ -67,6 +67,14 @@ class MissingPackageError(ImportError):
         super().__init__(f"This example needs the package {name}, which is not installed: {INSTALL} provide it.")
 
 
+def model_folder() -> Path:
+    """Where the files of the model lie. Found, not imported: only the package's data folder is wanted."""
+    spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingPackageError(WEIGHTS_PACKAGE.replace("_", "-"))
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
 def load_model() -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     """Configuration, weights and tokenizer of the model, from the installed packages."""
     try:
@@ -75,12 +83,7 @@ def load_model() -> tuple[dict[str, Any], dict[str, np.ndarray], Any]:
     except ModuleNotFoundError as error:
         raise MissingPackageError((error.name or "safetensors").partition(".")[0]) from error
 
-    # Found, not imported: only the package's data folder is wanted.
-    spec = importlib.util.find_spec(WEIGHTS_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise MissingPackageError(WEIGHTS_PACKAGE.replace("_", "-"))
-    folder = Path(spec.submodule_search_locations[0]) / "model"
-
+    folder = model_folder()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     max_length = json.loads((folder / "sentence_bert_config.json").read_text(encoding="utf-8"))["max_seq_length"]
     # The tokenizer's file asks for 128 tokens, padded to 128; the model's own limit counts, and encode() pads.
