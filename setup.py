@@ -57,7 +57,7 @@ class BuildExt(build_ext):
 
 
 # The instruction sets take longest: they start first.
-SOURCES = sorted(glob("fastmha/csrc/*.c"), key=lambda name: (not os.path.basename(name).startswith("avx"), name))
+SOURCES = sorted(glob("fastmha/csrc/*.c"), key=lambda name: (not os.path.basename(name).startswith(("avx", "amx")), name))
 BUILD = os.path.join("build", "checked" if CHECKED else "release")
 extension = Extension(
     "fastmha._core",

@@ -270,12 +270,12 @@ cdef class Problem:
 
     q (B, H, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), masks of 4 axes (1 = broadcast) or None, offset,
     key_starts and key_lengths (B,) int64 or None, no start beyond its length; sinks and alibi (H,) of `dtype`, contiguous, or
-    None; draws of dropout (probability, seed, and the number of the first batch row, head, query and key) or None; all aligned, last
-    axis of q, k, v with unit stride. q, with it out and their gradients, may be float16 or bfloat16 (as uint16), computed in
+    None; draws of dropout (probability, seed, and the number of the first batch row, head, query and key) or None; all aligned,
+    last axis of q, k, v with unit stride. q, with it out and their gradients, may be float16 or bfloat16 (as uint16), computed in
     float32; so may k and v, with their gradients, and the additive mask, with its own. "blas" takes the mask alone so. For
     forward passes k and v may also be the other float.
-    `element` and `stored`: the dtypes that a caller gives q and k; validation sets them, where they are not those here. `precision`:
-    of float32 products, None where the caller names none; `parts`: see there.
+    `element` and `stored`: the dtypes that a caller gives q and k; validation sets them, where they are not those here.
+    `precision`: of float32 products, None where the caller names none; `parts`: see there.
     """
     cdef fmha_problem c
     cdef object keep
@@ -856,7 +856,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     cdef fmha_run c
     cdef Scratch scratch, between, shared
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, items
+    cdef ptrdiff_t size = problem.itemsize, items, own
     c.p = problem.c
     read_array(out, &c.out, NULL, problem.element_size, False)
     c.lse = pointer(lse, False)
@@ -885,7 +885,8 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         items = fmha_items(&c.cut)
         if items == 0:
             continue
-        scratch = scratch_for((kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, c.mode) * size, items, threads)
+        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, c.mode) * size
+        scratch = scratch_for(own, items, threads)
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
             fmha_pool_run(task, &c, items, scratch.threads)
@@ -1374,10 +1375,11 @@ def pack_tiles(b, tiles, int parts, int threads):
     return not s.large
 
 
-def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, int parts, packed=None, int activation=0, residual=None):
-    """c := activation(op(a) @ op(b) + bias) + residual on matrix tiles; a, b, c of float32 or half precision (bfloat16 as uint16), bias
-    of float32, residual as c. packed: b from `pack_tiles`, and b may be None. slices of multiples of 16 rows and columns, but heads'
-    widths need only be multiples of 16. Returns False, with c undefined, where some number is too large or not finite."""
+def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, int parts, packed=None, int activation=0,
+                  residual=None):
+    """c := activation(op(a) @ op(b) + bias) + residual on matrix tiles; a, b, c of float32 or half precision (bfloat16 as
+    uint16), bias of float32, residual as c. packed: b from `pack_tiles`, and b may be None. slices of multiples of 16 rows and columns.
+    Returns False, with c undefined, where some number is too large or not finite."""
     cdef TileProduct s
     cdef ptrdiff_t shape[4]
     cdef ptrdiff_t slice_rows, slice_cols, bytes_a, bytes_b = 0

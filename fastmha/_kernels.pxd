@@ -128,9 +128,10 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_scratch)(const fmha_problem *, int) noexcept nogil
         ptrdiff_t (*tiles_size)(ptrdiff_t, ptrdiff_t) noexcept nogil
-        int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t, void *) noexcept nogil
-        void (*tile_gemm)(const fmha_tile_product *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const fmha_finish *,
+        int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t,
                           void *) noexcept nogil
+        void (*tile_gemm)(const fmha_tile_product *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, void *, ptrdiff_t,
+                          const fmha_finish *, void *) noexcept nogil
         void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil

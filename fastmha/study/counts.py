@@ -86,7 +86,7 @@ def environment() -> dict[str, str]:
 
 def isa() -> str:
     selected = _core.selected_isa()[0]
-    return "avx2" if selected == "avx512" else selected
+    return "avx2" if selected in ("avx512", "amx") else selected
 
 
 # -------------------------------------------------------------------------------------------------- valgrind

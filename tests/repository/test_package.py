@@ -61,7 +61,8 @@ def test_the_instruction_set_that_is_forced_is_the_one_that_runs(isa, tmp_path):
 @pytest.mark.parametrize("environment", [{}, {"FASTMHA_ISA": ""}], ids=["unset", "empty"])
 def test_the_best_instruction_set_runs_by_default(environment, tmp_path):
     ran = python(ISA_REPORT, tmp_path, **environment)
-    assert ran.stdout.startswith(f"{RUNNABLE[-1]} "), ran.stderr
+    best = [name for name in RUNNABLE if name != "amx-emulated"][-1]        # which is for tests alone
+    assert ran.stdout.startswith(f"{best} "), ran.stderr
 
 
 def test_the_baseline_runs_everywhere():
@@ -99,7 +100,7 @@ def test_show_config_prints_what_a_bug_report_needs(capsys):
         assert part in text
     lines = text.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "fastmha", "Python", "NumPy", "SciPy", "CPU", "kernels", "BLAS", "threads",
+        "fastmha", "Python", "NumPy", "SciPy", "CPU", "kernels", "tiles", "BLAS", "threads",
     ]  # fmt: skip
 
 
