@@ -4,8 +4,8 @@
 
 Generates documents by a seed and embeds them three times, each time by the command: in one process with all threads, without
 Dask; on Dask; and on Dask while its whole process group gets SIGKILL at random moments. Rows are counted against the lines of the
-texts, all files are compared byte for byte. Needs a POSIX system and what the example needs. Exit status: 0; 1 if anything differs, or
-if the work was done before the last kill.
+texts, all files are compared byte for byte. Needs a POSIX system and what the example needs. Exit status: 0; 1 if anything
+differs, or if the work was done before the last kill.
 """
 from __future__ import annotations
 
