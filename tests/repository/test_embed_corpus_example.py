@@ -221,10 +221,16 @@ def test_array_of_a_text_that_is_gone_is_removed_and_foreign_files_are_not(here,
     assert json.loads((arrays / "index.json").read_bytes())["shards"].keys() == {"b.txt", "c.txt"}
 
 
-def test_unfinished_files_of_killed_runs_are_removed(here, tmp_path):
-    arrays = tmp_path / "arrays"
+def test_unfinished_files_of_killed_runs_are_removed_before_more_is_written(here, tmp_path, counting, monkeypatch):
+    arrays, encode = tmp_path / "arrays", counting.encode
     arrays.mkdir()
     (arrays / ".0123.part").write_bytes(b"half")
+
+    def looks(documents, batch_size):
+        assert not (arrays / ".0123.part").exists()
+        return encode(documents, batch_size)
+
+    monkeypatch.setattr(counting, "encode", looks)
     assert here() == 0
     assert contents(arrays).keys() == {"a.npy", "b.npy", "c.npy", "index.json"}
 
