@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -432,10 +434,16 @@ def interrupts_blocked():
 
 
 @posix
+@pytest.mark.filterwarnings("default:Creating scratch directories:UserWarning")     # Dask's, of a disk that is slow
 def test_workers_see_their_threads_and_ctrl_c_passes_them_by(example):
     from distributed import Client
 
-    with example.local_cluster(2, 3) as cluster, Client(cluster) as client:
+    with ExitStack() as stack:
+        taken = stack.enter_context(socket.socket())
+        with suppress(OSError):     # Dask's own port may be another cluster's: it would warn of that
+            taken.bind(("", 8787))
+            taken.listen()
+        client = stack.enter_context(Client(stack.enter_context(example.local_cluster(2, 3))))
         assert list(client.run(settings_inside).values()) == [(3, "3"), (3, "3")]
         assert list(client.nthreads().values()) == [1, 1]
         assert all(client.run(interrupts_blocked).values())
