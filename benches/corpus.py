@@ -2,10 +2,10 @@
 
     python benches/corpus.py --kills 10 --documents 20000
 
-Generates documents by a seed and embeds them three times, each time by the command: in one process with all threads, without Dask;
-on Dask; and on Dask while its whole process group gets SIGKILL at random moments. Rows are counted against the lines of the texts,
-all files are compared byte for byte. Needs a POSIX system and what the example needs. Exit status: 0; 1 if anything differs, or
-if the work was done before the last kill.
+Generates documents by a seed and embeds them three times, each time by the command: in one process with all threads, without
+Dask; on Dask; and on Dask while its whole process group gets SIGKILL at random moments. Rows are counted against the lines of the
+texts, all files are compared byte for byte. Needs a POSIX system and what the example needs. Exit status: 0; 1 if anything
+differs, or if the work was done before the last kill.
 """
 from __future__ import annotations
 
@@ -127,10 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  kill {kills:2} after {seconds:5.1f} s, {before} of {options.shards} shards finished", flush=True)
         last, _ = run(texts, killed, on_dask)
         total = time.perf_counter() - began
-        print(f"{f'on Dask, killed {kills} times':30} {total:7.1f} s  the last run {last:.1f} s, {options.shards - before} shards")
+        told = f"{options.shards - before} shards in the last run, {last:.1f} s"
+        print(f"{f'on Dask, killed {kills} times':30} {total:7.1f} s  {told}")
 
-        wrong = [f"{path.name}: {name} has not a row per line" for path in (one, unbroken, killed) for name in wrong_rows(path, sizes)]
-        wrong += [f"{path.name}: {name} is not the unbroken run's" for path in (one, killed) for name in differences(path, unbroken)]
+        wrong = []
+        for path in (one, unbroken, killed):
+            wrong += [f"{path.name}: {name} has not a finite row per line" for name in wrong_rows(path, sizes)]
+            wrong += [f"{path.name}: {name} is not the unbroken run's" for name in differences(path, unbroken)]
         if kills < options.kills:
             wrong.append(f"the work was done after {kills} kills")
         rows = sum(len(np.load(path, mmap_mode="r")) for path in killed.glob("*.npy"))

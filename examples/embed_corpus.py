@@ -238,7 +238,7 @@ def local_cluster(workers: int, threads: int) -> Any:
     from distributed import LocalCluster
 
     own = {"FASTMHA_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
-    quiet: dict[str, Any] = {"dashboard_address": None, "silence_logs": logging.CRITICAL}
+    quiet: dict[str, Any] = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}  # any free port: no warning
     with interrupts_deferred():  # Ctrl-C ends this process, which ends its workers
         return LocalCluster(n_workers=workers, threads_per_worker=1, env=own, **quiet)
 
