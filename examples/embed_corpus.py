@@ -235,11 +235,15 @@ def interrupts_deferred() -> Iterator[None]:
 
 def local_cluster(workers: int, threads: int) -> Any:
     """Processes of one task at a time; a task may use so many threads, in fastmha and in the tokenizer."""
+    import dask
     from distributed import LocalCluster
 
     own = {"FASTMHA_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
+    # Dask lets glibc give freed arrays back to the system at once; the encoder, which asks for the same again, is faster if it
+    # does not. Read when a process starts, hence not among `own`.
+    kept = {f"distributed.nanny.pre-spawn-environ.MALLOC_{name}_THRESHOLD_": 2**28 for name in ("TRIM", "MMAP")}
     quiet: dict[str, Any] = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}  # any free port: no warning
-    with interrupts_deferred():  # Ctrl-C ends this process, which ends its workers
+    with interrupts_deferred(), dask.config.set(kept):  # Ctrl-C ends this process, which ends its workers
         return LocalCluster(n_workers=workers, threads_per_worker=1, env=own, **quiet)
 
 

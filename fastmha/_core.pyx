@@ -1378,7 +1378,8 @@ def pack_tiles(b, tiles, int parts, int threads):
 def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, int parts, packed=None, int activation=0,
                   residual=None):
     """c := activation(op(a) @ op(b) + bias) + residual on matrix tiles; a, b, c of float32 or half precision (bfloat16 as
-    uint16), bias of float32, residual as c. packed: b from `pack_tiles`, and b may be None. slices of multiples of 16 rows and columns.
+    uint16), bias of float32, residual as c. packed: b from `pack_tiles`, and b may be None. slices of multiples of 16 rows and
+    columns.
     Returns False, with c undefined, where some number is too large or not finite."""
     cdef TileProduct s
     cdef ptrdiff_t shape[4]
