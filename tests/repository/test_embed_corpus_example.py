@@ -386,7 +386,7 @@ def test_killed_at_any_moment_what_has_a_name_is_whole_and_the_next_run_makes_th
     paths = [str(EXAMPLES), str(Path(__file__).parent), str(Path(__file__).parents[1])]
     program = EVERY_MOMENT.format(paths=paths, texts=str(texts), arrays=str(killed), states=str(states), afresh=afresh,
                                  settings=settings)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=tmp_path)
     moments = sorted(states.iterdir(), key=lambda path: int(path.name))
     assert len(moments) > (30 if afresh else 10)
     arrays = {name: content for name, content in expected.items() if name.endswith(".npy")}
@@ -514,11 +514,11 @@ def test_cluster_that_exists_gets_the_encoder_and_names_bad_lines(corpus, bench,
 
 @posix
 def test_bench_kills_whole_process_groups_and_finds_all_files_equal(bench, capsys):
-    status = bench.main(["--documents", "600", "--shards", "12", "--kills", "2", "--workers", "2", "--threads-per-worker", "1"])
+    status = bench.main(["--documents", "4000", "--shards", "80", "--kills", "2", "--workers", "2", "--threads-per-worker", "1"])
     printed = capsys.readouterr().out
     assert status == 0, printed
     assert "kill  2 after" in printed
-    assert "600 of 600" in printed
+    assert "4,000 of 4,000" in printed
 
 
 def test_bench_finds_what_differs(bench, corpus, tmp_path):
