@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while kills < options.kills:
             # Any moment from the start to a part of the work that is left, so that some is left for each kill.
             work = max(0.0, whole - start) * (1 - before / options.shards) / (1 + options.kills - kills)
-            seconds, ended = run(texts, killed, on_dask, rng.uniform(0, start + 1.5 * work))
+            seconds, ended = run(texts, killed, on_dask, rng.uniform(0, start + 0.8 * work))
             if ended:
                 break
             kills, before = kills + 1, finished(killed)
