@@ -80,16 +80,16 @@ def test_rank_that_ends_ends_the_others_with_a_message(how, words, ranks):
     assert re.search(r"(?i)killed|signal|abort", done.stdout + done.stderr.replace(words, ""))
 
 
-def test_without_mpi4py_the_first_call_names_the_extra():
+def test_without_mpi4py_the_first_call_names_the_extra(tmp_path):
     hidden = "import sys; sys.modules['mpi4py'] = None\n"
     program = hidden + "import fastmha.parallel as p, fastmha\np.shard(fastmha.MultiHeadAttention(8, 2, rng=0), None)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert re.search(r'ImportError: fastmha.parallel needs mpi4py and an MPI library.*: pip install "fastmha\[mpi\]" mpich',
                      done.stderr)
 
 
-def test_importing_fastmha_or_its_parallel_part_starts_no_mpi():
+def test_importing_fastmha_or_its_parallel_part_starts_no_mpi(tmp_path):
     program = ("import sys, fastmha; assert 'fastmha.parallel' not in sys.modules\n"
                "import fastmha.parallel; assert 'mpi4py' not in sys.modules; print('ok')")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "ok\n", done.stderr

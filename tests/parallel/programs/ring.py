@@ -213,7 +213,7 @@ def attend(**others):
 
 
 fails(ValueError, "v has 2 heads on axis 1", lambda wrong: attend(k=np.ones((B, 3, 4, D), np.float32) if wrong else k))
-fails(TypeError, "q must be float32 or float64", lambda wrong: attend(q=q.astype(int) if wrong else q), culprit=0)
+fails(TypeError, "q must be float32, float64", lambda wrong: attend(q=q.astype(int) if wrong else q), culprit=0)
 fails(TypeError, "v has dtype float64", lambda wrong: attend(v=v.astype(float) if wrong else v))
 fails(ValueError, "k must have 4 axes", lambda wrong: attend(k=k[0] if wrong else k, mask=np.zeros((q.shape[2], 26), bool)))
 fails(ValueError, "layout must be", lambda wrong: attend(layout="BDHL" if wrong else "BHLD"))
