@@ -1197,6 +1197,7 @@ ctypedef struct Product:
     const fmha_kernels *kernels
     fmha_cut cut
     bint is_double, trans_a, trans_b
+    int element_b
     bint by_head                # c is heads (B, heads, L, width): a slice of columns is a head
     ptrdiff_t m, n, k, itemsize
     fmha_array a, b, c
@@ -1212,6 +1213,7 @@ cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     cdef Product *s = <Product *>context
     cdef fmha_item item = fmha_item_of(&s.cut, index)
     cdef ptrdiff_t i0 = item.i0, j0 = item.j0, rows = item.rows, cols = item.cols, size = s.itemsize
+    cdef ptrdiff_t size_b = size_of(s.element_b, size)
     cdef ptrdiff_t lda = leading(&s.a, s.m if s.trans_a else s.k), ldb = leading(&s.b, s.k if s.trans_b else s.n)
     cdef ptrdiff_t ldc = leading(&s.c, cols if s.by_head else s.n)
     cdef char *c = s.c.data + (i0 * ldc + j0) * size
@@ -1220,8 +1222,8 @@ cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogi
         i0 += item.b * s.m
     cdef fmha_finish last = fmha_finish_at(&s.last, i0, j0, size)
     if s.scratch != NULL:
-        s.kernels.gemm(s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
-                       s.b.data + (j0 * ldb if s.trans_b else j0) * size if s.b.data != NULL else NULL, ldb, c, ldc, &last,
+        s.kernels.gemm(s.element_b, s.trans_a, s.trans_b, rows, cols, s.k, s.a.data + (i0 if s.trans_a else i0 * lda) * size, lda,
+                       s.b.data + (j0 * ldb if s.trans_b else j0) * size_b if s.b.data != NULL else NULL, ldb, c, ldc, &last,
                        s.packed + j0 * s.k * size if s.packed != NULL else NULL, s.scratch + worker * s.scratch_size)
         return
     gemm(s.is_double, s.trans_a, s.trans_b, rows, cols, s.k, s.alpha,
@@ -1240,9 +1242,10 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
     s.trans_a, s.trans_b = trans_a, trans_b
     read_array(a, &s.a, shape, s.itemsize, False)
     s.k = shape[2] if trans_a else shape[3]
-    s.b.data, s.b.stride[2] = NULL, 0
+    s.b.data, s.b.stride[2], s.element_b = NULL, 0, FMHA_SAME
     if b is not None:
-        read_array(b, &s.b, NULL, s.itemsize, False)
+        s.element_b = element_of(b.dtype)
+        read_array(b, &s.b, NULL, size_of(s.element_b, s.itemsize), False)
     read_array(c, &s.c, shape, s.itemsize, True)
     s.last.bias = pointer(bias, False) if bias is not None else NULL
     s.last.residual, s.last.ld, s.last.activation = NULL, 0, 0
@@ -1279,7 +1282,8 @@ def pack_weights(b, packed):
 def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None, int activation=0,
                  residual=None):
     """c := activation(op(a) @ op(b) + bias) + residual by the kernels' own product; `packed`: b from `pack_weights`, slices then
-    of a multiple of PANEL_COLUMNS columns, and b may be None. residual: as c, a matrix. Else as `matmul`."""
+    of a multiple of PANEL_COLUMNS columns, and b may be None. b may be of half precision (bfloat16 as uint16) where a and c are of
+    float32. residual: as c, a matrix. Else as `matmul`."""
     cdef Product s
     cdef fmha_array added
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)

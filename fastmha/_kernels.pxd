@@ -132,7 +132,7 @@ cdef extern from "csrc/fastmha.h" nogil:
                           void *) noexcept nogil
         void (*tile_gemm)(const fmha_tile_product *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, void *, ptrdiff_t,
                           const fmha_finish *, void *) noexcept nogil
-        void (*gemm)(int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
+        void (*gemm)(int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
         ptrdiff_t (*gemm_scratch)(ptrdiff_t N) noexcept nogil

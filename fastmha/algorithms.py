@@ -14,7 +14,7 @@ import numpy as np
 
 from fastmha import _core, validate
 from fastmha._core import Problem
-from fastmha.precision import parts_of
+from fastmha.precision import parts_of, parts_of_product
 
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
@@ -22,6 +22,8 @@ _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
 _SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
+_LINE = 64                      # bytes of a cache line
+_TILE_ROWS = 512                # of a slice of a product on matrix tiles: what it reads of the other operand serves as many
 
 
 def gradients(problem: Problem, of_q: tuple[int, ...], of_k: tuple[int, ...], of_v: tuple[int, ...]) -> list[np.ndarray]:
@@ -276,17 +278,78 @@ def product_by_blas(m: int) -> bool:
     return m == 1 or not _core.fused_multiply_add()
 
 
+class Packed(NamedTuple):
+    """A weight in the orders in which products read it, where they do."""
+
+    panels: np.ndarray | None       # by vectors; or
+    tiles: np.ndarray | None        # on matrix tiles, bytes of so many
+    parts: int                      # of the tiles
+
+
 def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, trans_a: bool = False, trans_b: bool = False,
-            bias: np.ndarray | None = None, blas: bool = False, packed: np.ndarray | None = None) -> None:
-    """out := op(a) @ op(b) (+ bias): matrices with unit last stride, in slices on the pool; by BLAS, or by the kernels' own
-    product where `product_by_blas` says that is no slower; `packed`: b from `packed_weights`. out is a matrix, or the heads
-    (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
+            bias: np.ndarray | None = None, blas: bool = False, packed: Packed | None = None,
+            precision: str | None = None) -> None:
+    """out := op(a) @ op(b) (+ bias): matrices with unit last stride, of float64, or each of float32 or half precision, summed in
+    float32 and rounded once; in slices on the pool. By BLAS; on matrix tiles, where types and `precision` let it; or by the
+    kernels' own product, where `product_by_blas` does not say that BLAS is no slower. `packed`: what `pack` made of b. out is a
+    matrix, or the heads (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
     m = len(a) if out.ndim == 4 else len(out)
-    if blas or product_by_blas(m):
+    a, b, out = validate.bits(a), validate.bits(b), validate.bits(out)
+    computed = validate.FLOAT_TYPES[a.dtype.char == "d"]
+    bias = bias if bias is None else np.ascontiguousarray(validate.cast(bias, computed))
+    if not blas:
+        parts = parts_of_product(a.dtype, b.dtype, precision, m, a.shape[0 if trans_a else 1], b.shape[0 if trans_b else 1])
+        tiles = packed.tiles if packed is not None and packed.parts == _parts(b, parts) else None
+        if parts and _tile_product(a, b, out, threads, trans_a, trans_b, bias, parts, tiles):
+            return
+    by_blas = blas or (product_by_blas(m) and b.dtype.itemsize != 2)
+    a, target = converted(a, computed, threads), out if out.dtype == computed else np.empty(out.shape, computed)
+    if by_blas:
         slices = _head_slices(out) if out.ndim == 4 else product_slices(*out.shape)
-        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
+        _core.matmul(a, converted(b, computed, threads), target, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:
-        own_product(a, b, out, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, packed=packed)
+        own_product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias,
+                    packed=None if packed is None else packed.panels)
+    if target is not out:
+        _core.pack_heads(_as_heads(target), _as_heads(out), threads)
+
+
+def _tile_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, trans_a: bool, trans_b: bool,
+                  bias: np.ndarray | None, parts: int, tiles: np.ndarray | None) -> bool:
+    """`product` on matrix tiles; False, and out undefined, where some number is beyond what they take."""
+    if out.ndim == 4:       # written side by side: slices of heads would have to begin with tiles
+        B, heads, L, width = out.shape
+        rows = np.empty((B * L, heads * width), validate.FLOAT_TYPES[0])
+        done = _tile_product(a, b, rows, threads, trans_a, trans_b, bias, parts, tiles)
+        if done:
+            _core.pack_heads(rows.reshape(B, L, heads, width).transpose(0, 2, 1, 3), out, threads)
+        return done
+    m, n = out.shape
+    k = a.shape[0 if trans_a else 1]
+    rows_of, columns = min(m, _TILE_ROWS), n
+    if threads > 1:
+        columns = -(-n // -(-4 * threads * rows_of // m))
+    columns = max(32, min(columns, 4 * _SLICE_TERMS // (rows_of * k)))
+    return _core.matmul_matrix(a, b, out, trans_a, trans_b, bias,
+                               (-(-rows_of // 16) * 16, -(-columns // 32) * 32), threads, parts, tiles)
+
+
+def _parts(x: np.ndarray, parts: int) -> int:
+    """The parts of an operand of a product in so many: bfloat16 is one."""
+    return min(parts, 1) if x.dtype.char == "H" else parts
+
+
+def converted(x: np.ndarray, dtype: np.dtype, threads: int) -> np.ndarray:
+    """A matrix, or heads, in a dtype of computation; itself where it has it."""
+    if x.dtype == dtype:
+        return x
+    to = np.empty(x.shape, dtype)
+    _core.pack_heads(_as_heads(x), _as_heads(to), threads)
+    return to
+
+
+def _as_heads(x: np.ndarray) -> np.ndarray:
+    return x if x.ndim == 4 else x[None, None]
 
 
 def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: int, *, trans_a: bool = False,
@@ -305,6 +368,22 @@ def own_product(a: np.ndarray, b: np.ndarray | None, out: np.ndarray, threads: i
 def _head_slices(out: np.ndarray) -> tuple[int, int]:
     """(rows, columns) of the slices of a product whose result is heads (B, heads, L, width): of one head each."""
     return max(1, min(out.shape[2], _HEAD_ROWS)), out.shape[3]
+
+
+def pack(b: np.ndarray, of_a: np.dtype, precision: str | None, threads: int) -> Packed | None:
+    """b (K, N) as products read it whose first operand has many rows of a dtype; None: they read it where it lies."""
+    b, of_a = validate.bits(b), validate.bits(np.empty(0, of_a)).dtype
+    K, N = b.shape
+    panels, tiles = None, None
+    parts = _parts(b, parts_of_product(of_a, b.dtype, precision, 2**31, K, N))
+    if parts:
+        memory = np.empty(_core.tiles_bytes(N, K, parts) + _LINE, np.uint8)
+        start = -memory.ctypes.data % _LINE
+        tiles = memory[start:memory.size - _LINE + start]
+        tiles = tiles if _core.pack_tiles(b, tiles, parts, threads) else None
+    if tiles is None and b.dtype.itemsize != 2 and not product_by_blas(2):
+        panels = packed_weights(b)
+    return None if panels is tiles else Packed(panels, tiles, parts)
 
 
 def packed_weights(b: np.ndarray) -> np.ndarray:

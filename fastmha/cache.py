@@ -71,7 +71,7 @@ class KVCache:
         num_kv_heads = validate.integer("num_kv_heads", num_kv_heads, 1, validate.LARGEST)
         head_dim = validate.size("head_dim", head_dim)
         v_head_dim = head_dim if v_head_dim is None else validate.size("v_head_dim", v_head_dim)
-        dtype = _storage_type(dtype)
+        dtype = validate.element_type("dtype", dtype)
         slots = None if capacity is None else validate.length("capacity", capacity)
         if window is None:
             if max_chunk is not None:
@@ -275,9 +275,10 @@ class KVCache:
 
         Parameters
         ----------
-        q : (B, H, Lq, D) array of float32 or float64
+        q : (B, H, Lq, D) array of float32, float64, float16 or bfloat16
             Queries of the last Lq tokens of each row: the position of query i of row b is ``lengths[b] - Lq + i``. H is a
-            multiple of Hkv. Keys and values of another dtype are converted to that of q.
+            multiple of Hkv. Keys and values of another dtype are converted to that of q, or to float32 where q is of half
+            precision; then out is rounded to it once, lse and weights are of float32.
         lengths_new : (B,) array of int, optional
             For rows with different numbers of new tokens: how many of the Lq queries of each row are valid, 0 to Lq. They are
             the first ones, at the positions from ``lengths[b] - lengths_new[b]`` on; those behind attend nothing.
@@ -313,7 +314,7 @@ class KVCache:
         weights are asked for, what it holds is copied in order first.
         """
         return_lse, need_weights = validate.flag("return_lse", return_lse), validate.flag("need_weights", need_weights)
-        q = validate.heads("q", q, "BHLD")
+        q = validate.heads("q", q, "BHLD", half=True)
         B, H, Lq, _ = q.shape
         slots = self._slots
         if slots.batch_size != B:
@@ -334,8 +335,9 @@ class KVCache:
         parts = prepare(slots, q, filled, new, rules, need_weights)
         workers = threads.resolve(num_threads)
         out = np.empty((B, H, Lq, slots.v_head_dim), q.dtype)
-        lse = np.empty((B, H, Lq), q.dtype) if return_lse else None
-        weights = np.empty((B, H, Lq, longest(filled)), q.dtype) if need_weights else None
+        computed = validate.computed(q.dtype)
+        lse = np.empty((B, H, Lq), computed) if return_lse else None
+        weights = np.empty((B, H, Lq, longest(filled)), computed) if need_weights else None
         attend(slots, parts, new, out, lse, weights, workers)
         result = (out, *(x for x in (lse, weights) if x is not None))
         return result if len(result) > 1 else out
@@ -354,18 +356,3 @@ def step(cache: KVCache, q: np.ndarray, k: np.ndarray, v: np.ndarray, rules: Rul
     """The step of a module with these new tokens; the padding lengths of the rules count the valid ones of each row."""
     new = new_lengths(cache, "key_padding_lengths", rules.key_padding_lengths, q.shape[2], "L")
     return Step(cache._slots, q, k, v, new, rules, need_weights)
-
-
-def _storage_type(dtype: Any) -> np.dtype:
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        try:
-            from ml_dtypes import bfloat16
-        except ImportError:
-            raise ImportError('dtype "bfloat16" needs the package ml_dtypes: pip install "fastmha[bfloat16]"') from None
-        dtype = bfloat16
-    found = validate.dtype_of(dtype)
-    if found.kind == "O":
-        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {validate.short(dtype)}")
-    if found not in (*validate.FLOAT_TYPES, np.dtype(np.float16)) and found.name != "bfloat16":
-        raise TypeError(f"dtype must be float32, float64, float16 or bfloat16, got {found}")
-    return found

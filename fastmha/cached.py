@@ -182,16 +182,20 @@ def attend(slots: Slots, parts: list[Part], new: Lengths, out: np.ndarray, lse: 
            weights: np.ndarray | None, workers: int) -> None:
     """out (B, H, Lq, Dv), lse (B, H, Lq), weights <- what `prepare` has prepared; queries behind `new` attend nothing."""
     Lq = out.shape[2]
-    sides, state = [], slots.state
+    sides, state, computed = [], slots.state, validate.computed(out.dtype)
+    apart = len(parts) > 1 and out.dtype != computed        # to be rounded once, when the sides are merged
+    q = algorithms.converted(parts[0][0].q, computed, workers) if apart else parts[0][0].q
     for i, (problem, span, name) in enumerate(parts):
-        if problem.k.base is not state.k:
-            problem = problem.with_heads(problem.q, *as_taken(state.k[:, :, span], state.v[:, :, span], problem.dtype, name))
-        side = out if i == 0 else np.empty(out.shape, out.dtype)
-        side_lse = lse if i == 0 and lse is not None else np.empty(out.shape[:3], out.dtype) if len(parts) > 1 else None
+        if apart or problem.k.base is not state.k:
+            problem = problem.with_heads(q, *as_taken(state.k[:, :, span], state.v[:, :, span], problem.dtype, name))
+        side = out if i == 0 and not apart else np.empty(out.shape, computed)
+        side_lse = lse if i == 0 and lse is not None else np.empty(out.shape[:3], computed) if len(parts) > 1 else None
         algorithms.forward(name, problem, side, side_lse, weights, workers)
         sides.append((side, side_lse))
     if len(sides) > 1:
         merge_into(*sides[0], *sides[1])
+        if apart:
+            out[...] = validate.cast(sides[0][0], out.dtype)
     if not isinstance(new, int) or new < Lq:
         behind = np.broadcast_to(np.arange(Lq) >= np.reshape(new, (-1, 1)), (out.shape[0], Lq))
         out.swapaxes(1, 2)[behind] = 0

@@ -25,16 +25,18 @@ import numpy as np
 
 from fastmha import algorithms, threads, validate
 from fastmha._core import Problem
-from fastmha.algorithms import BY_BLAS, product_by_blas
+from fastmha.algorithms import BY_BLAS, Packed, product_by_blas
 from fastmha.cache import KVCache, step
 from fastmha.cached import converted
 from fastmha.planning import Plan, choose, choose_layout, make_plan
+from fastmha.precision import parts_of_product
 from fastmha.validate import Rules
 
 # what is projected together from X alone, from X and a context, from X, keys and values: by the number of arrays
 _TOGETHER = ((), ("QKV",), ("Q", "KV"), ("Q", "K", "V"))
 _BIASES: dict[bool | str, tuple[str, ...]] = {
     False: (), True: ("b_Q", "b_K", "b_V", "b_O"), "qkv": ("b_Q", "b_K", "b_V"), "out": ("b_O",)}
+_HALF = ("bfloat16", "float16")     # what weights may be frozen as
 _MOST_BYTES = 2**47     # of one array: what a process can address
 
 
@@ -93,9 +95,11 @@ class AttentionModule:
     grad_b_Q, grad_b_K, grad_b_V, grad_b_O = Gradient(), Gradient(), Gradient(), Gradient()
 
     def __init__(self, d_model: int, H: int, Hkv: int, D: int, Dv: int, d_out: int, use_bias: bool | str, dtype: Any,
-                 layout: str, algorithm: str, rng: Any, kdim: int | None = None, vdim: int | None = None) -> None:
+                 layout: str, algorithm: str, rng: Any, kdim: int | None = None, vdim: int | None = None,
+                 precision: str | None = None) -> None:
         self.d_model, self.use_bias, self.layout, self.algorithm = d_model, use_bias, layout, algorithm
-        self.dtype = _float_type(dtype)
+        self.dtype, self.precision = validate.element_type("dtype", dtype), precision
+        self._computed = validate.computed(self.dtype)
         generator = _generator(rng)
         self._H, self._Hkv, self._D, self._Dv, self._d_out = H, Hkv, D, Dv, d_out
         self._kdim, self._vdim = d_model if kdim is None else kdim, d_model if vdim is None else vdim
@@ -116,14 +120,15 @@ class AttentionModule:
         self._grads: dict[str, np.ndarray] = {}
         self._kept: _Kept | str | None = None       # a str says why nothing is kept
         self._frozen = False
-        # W_in, W_out and those of W_context as the kernels' own product reads them
-        self._packed: tuple[np.ndarray, ...] | None = None
+        # by name as in `_arrays`: weights as products of many rows read them, and what products take in their place
+        self._packed: dict[str, Packed] = {}
+        self._in_half: dict[str, np.ndarray] = {}
         self.grad_context: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None
         self.grad_sinks: np.ndarray | None = None
         self.grad_mask: np.ndarray | None = None
         for name in ("W_Q", "W_K", "W_V", "W_O"):
             view = self._view(name)
-            view[...] = generator.standard_normal(view.shape) * math.sqrt(2 / sum(view.shape))
+            view[...] = validate.cast(generator.standard_normal(view.shape) * math.sqrt(2 / sum(view.shape)), self.dtype)
 
     # ------------------------------------------------------------------------------------------------- parameters
 
@@ -132,6 +137,12 @@ class AttentionModule:
         ends = np.cumsum((0, self._H * self._D, self._Hkv * self._D, self._Hkv * self._Dv)).tolist()
         start, end = dict(zip("QKV", ends)), dict(zip("QKV", ends[1:]))
         return {letters: slice(start[letters[0]], end[letters[-1]]) for letters in ("Q", "K", "V", "KV", "QKV")}
+
+    def _said(self) -> str:
+        """What a repr adds that is not as by default."""
+        precision = f', precision="{self.precision}"' if self.precision is not None else ""
+        half = next((f" in {W.dtype}" for W in self._in_half.values()), "")
+        return precision + f", frozen{half}" * self._frozen
 
     def _width(self, letters: str) -> int:
         columns = self._columns[letters]
@@ -185,7 +196,7 @@ class AttentionModule:
             shared = any(np.may_share_memory(array, own) for own in self._arrays().values())
             checked[name] = array.copy() if shared else array
         for name, array in checked.items():
-            self._view(name)[...] = array
+            self._view(name)[...] = validate.cast(array, self.dtype)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """Name -> parameter, views into the module: W_Q, W_K, W_V, W_O and of b_Q, b_K, b_V, b_O those that there are."""
@@ -218,31 +229,65 @@ class AttentionModule:
         """How many numbers the parameters hold."""
         return sum(view.size for view in self.parameters().values())
 
-    def freeze(self) -> None:
+    def freeze(self, weights: str | None = None) -> None:
         """Make the parameters read-only, for inference: backward and assignment are errors until `unfreeze`.
 
-        A copy of the weights is kept in the order in which products read them (twice the memory), where BLAS does not do them.
+        A copy of the weights is kept in the order in which products of many rows read them, where BLAS does not do them.
+
+        Parameters
+        ----------
+        weights : {None, "bfloat16", "float16"}
+            Products take the weights rounded to this half precision, and a step of few tokens reads half of float32's bytes.
+            Inputs, outputs and sums are what they were, and so are the parameters, which are kept. "bfloat16" needs the extra
+            ``bfloat16``.
+
+        Raises
+        ------
+        ValueError
+            For another name, in a module of float64, or if a weight is beyond the largest number of that type. The module is as
+            it was.
         """
-        self._frozen, self._kept = True, None
-        if self.algorithm not in BY_BLAS and not product_by_blas(2):
-            held = self._W_in, self._W_out, *self._W_context.values()
-            self._packed = tuple(algorithms.packed_weights(W) for W in held)
+        in_half = {} if weights is None else self._rounded(weights)
+        self.unfreeze()
+        self._frozen, self._kept, self._in_half = True, None, in_half
+        if self.algorithm not in BY_BLAS:
+            workers = threads.resolve(None)
+            for name, W in self._arrays().items():
+                packed = algorithms.pack(in_half.get(name, W), self.dtype, self.precision, workers) if W.ndim == 2 else None
+                if packed is not None:
+                    self._packed[name] = packed
         for array in self._arrays().values():
             array.flags.writeable = False
 
+    def _rounded(self, weights: str) -> dict[str, np.ndarray]:
+        validate.choice("weights", weights, _HALF)
+        if self.dtype == np.float64:
+            raise ValueError(f"weights must be None in a module of float64, got {validate.short(weights)}")
+        dtype, rounded = validate.element_type("weights", weights), {}
+        for name, W in self._arrays().items():
+            if W.ndim == 2:
+                rounded[name] = validate.cast(W, dtype)
+                large = np.isinf(rounded[name]) & np.isfinite(W)
+                if large.any():
+                    raise ValueError(f"weights {weights!r} cannot hold {float(W[large][0]):g}, the size of a weight")
+        return rounded
+
     def unfreeze(self) -> None:
         """Make the parameters writable again."""
-        self._frozen, self._packed = False, None
+        self._frozen, self._packed, self._in_half = False, {}, {}
         for array in self._arrays().values():
             array.flags.writeable = True
 
     def __getstate__(self) -> dict[str, Any]:
         # what a forward kept belongs to this object alone, the order of packed weights to this machine
-        return {**self.__dict__, "_kept": None, "_packed": None}
+        in_half = next((W.dtype.name for W in self._in_half.values()), None)
+        return {**self.__dict__, "_kept": None, "_packed": {}, "_in_half": in_half}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        in_half = state.get("_in_half")
         self.__dict__.update({"_W_context": {}, "_kdim": state["d_model"], "_vdim": state["d_model"], "grad_sinks": None,
-                              "grad_mask": None, **state})      # pickles of before have none of these
+                              "grad_mask": None, "precision": None, "_computed": state["dtype"], **state,
+                              "_packed": {}, "_in_half": {}})       # pickles of before have not all of these
         self._columns = self._side_by_side()
         for name in ("_W_in", "_W_out", "_b_in", "_b_out"):     # pickles may bring memory that can never be writable
             array = getattr(self, name)
@@ -250,7 +295,7 @@ class AttentionModule:
                 setattr(self, name, array.copy())
         self._W_context = {letters: W if W.flags.owndata else W.copy() for letters, W in self._W_context.items()}
         if self._frozen:
-            self.freeze()
+            self.freeze(in_half)
 
     # ------------------------------------------------------------------------------------------------- forward
 
@@ -291,6 +336,9 @@ class AttentionModule:
             return "strided", "heads of two widths lie side by side"
         if self.layout != "auto":
             return self.layout, "named by the caller"
+        of = validate.bits(self._W_in).dtype
+        if self.algorithm not in BY_BLAS and parts_of_product(of, of, self.precision, L, self.d_model, self._D):
+            return "strided", "products on matrix tiles take all heads together"
         return choose_layout(L, self._D * self.dtype.itemsize, self.algorithm in BY_BLAS or product_by_blas(2))
 
     def _buffer(self, B: int, L: int, letters: str) -> np.ndarray:
@@ -364,8 +412,8 @@ class AttentionModule:
             positions = _positions(0 if problem.offset is None else problem.offset, B, L)
             _transform(transform_qk, q, k, positions)
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
-        lse = np.empty((B, self._H, L), self.dtype) if training else None
-        weights = np.empty((B, self._H, L, k.shape[2]), self.dtype) if need_weights else None
+        lse = np.empty((B, self._H, L), self._computed) if training else None
+        weights = np.empty((B, self._H, L, k.shape[2]), self._computed) if need_weights else None
         algorithms.forward(name, problem, _split(concat, self._H), lse, weights, workers)
         out = self._project_out(concat, workers)
         if training and lse is not None:
@@ -391,7 +439,7 @@ class AttentionModule:
         q, k, v = self._heads((projected,))
         tokens = step(cache, q, k, v, rules, need_weights)
         concat = np.empty((B, L, self._H * self._Dv), self.dtype)
-        weights = np.empty((B, self._H, L, tokens.total), self.dtype) if need_weights else None
+        weights = np.empty((B, self._H, L, tokens.total), self._computed) if need_weights else None
         self._project(X, "QKV", projected, workers)
         if transform_qk is not None:
             _transform(transform_qk, q, k, _positions(cache.lengths, B, L))
@@ -404,24 +452,23 @@ class AttentionModule:
 
     def _project(self, x: np.ndarray, letters: str, out: np.ndarray, workers: int) -> None:
         """out (B, L, columns), or as heads (B, heads, L, D), <- x (B, L, width) @ W + b of Q, K, V or several side by side."""
-        packed = None
-        if self._packed is not None:
-            held = ("Q" if self._W_context else "QKV", "O", *self._W_context)
-            packed = self._packed[held.index(letters)] if letters in held else None
+        held = "in" if letters == ("Q" if self._W_context else "QKV") else letters
         bias = None if self._b_in is None else self._b_in[self._columns[letters]]
         algorithms.product(_rows(x), self._weights(letters), out if out.ndim == 4 else _rows(out), workers, bias=bias,
-                           blas=self.algorithm in BY_BLAS, packed=packed)
+                           blas=self.algorithm in BY_BLAS, packed=self._packed.get(f"W_{held}"), precision=self.precision)
 
     def _weights(self, letters: str) -> np.ndarray:
-        """W of Q, K, V or several side by side."""
-        return self._part(self._arrays(), f"W_{letters}") if self._W_context else self._W_in[:, self._columns[letters]]
+        """W of Q, K, V or several side by side, as products take it."""
+        arrays = self._in_half or self._arrays()
+        return self._part(arrays, f"W_{letters}") if self._W_context else arrays["W_in"][:, self._columns[letters]]
 
     def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True, out: np.ndarray | None = None) -> np.ndarray:
         """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O; without `bias` no b_O."""
         if out is None:
             out = np.empty((*concat.shape[:2], self._d_out), self.dtype)
-        algorithms.product(_rows(concat), self._W_out, _rows(out), workers, bias=self._b_out if bias else None,
-                           blas=self.algorithm in BY_BLAS, packed=None if self._packed is None else self._packed[1])
+        algorithms.product(_rows(concat), self._in_half.get("W_out", self._W_out), _rows(out), workers,
+                           bias=self._b_out if bias else None, blas=self.algorithm in BY_BLAS, packed=self._packed.get("W_out"),
+                           precision=self.precision)
         return out
 
     def _check_cache(self, name: str, cache: Any, B: int) -> None:
@@ -491,7 +538,7 @@ class AttentionModule:
 
     def _gradient_buffers(self) -> dict[str, np.ndarray]:
         if not self._grads:
-            self._grads = {name: np.empty(a.shape, a.dtype) for name, a in self._arrays().items()}
+            self._grads = {name: np.empty(a.shape, self._computed) for name, a in self._arrays().items()}
         return self._grads
 
     def backward(self, grad_output: np.ndarray, *, need_bias_grad: bool = False, num_threads: int | None = None) -> np.ndarray:
@@ -500,7 +547,7 @@ class AttentionModule:
         Parameters
         ----------
         grad_output : (B, L, d_out) array of real numbers
-            Gradient of the loss with respect to the output.
+            Gradient of the loss with respect to the output, cast to the module's dtype.
         need_bias_grad : bool
             Also the gradient of the forward's mask, which must have been one of floats.
         num_threads : int, optional
@@ -509,10 +556,10 @@ class AttentionModule:
         Returns
         -------
         grad_X : (B, L, d_model) array
-            Also written: ``grad_W_Q`` … ``grad_b_O`` (overwritten, not accumulated) and, after a forward with a context,
-            ``grad_context``, a pair where that was a pair, ``grad_sinks`` after one with sinks, and ``grad_mask`` with
-            `need_bias_grad`, else None. May be called again after one forward. A `transform_qk` of the
-            forward is gone back through by its attribute ``backward``.
+            Of float32 in a module of half precision, as are all the gradients. Also written: ``grad_W_Q`` … ``grad_b_O``
+            (overwritten, not accumulated) and, after a forward with a context, ``grad_context``, a pair where that was a pair,
+            ``grad_sinks`` after one with sinks, and ``grad_mask`` with `need_bias_grad`, in the mask's dtype, else None. May be
+            called again after one forward. A `transform_qk` of the forward is gone back through by its attribute ``backward``.
 
         Raises
         ------
@@ -544,37 +591,42 @@ class AttentionModule:
         contiguous = kept.projected[0].ndim == 4
         grad_concat = np.empty((B, self._H, L, self._Dv) if contiguous else kept.concat.shape, self.dtype)
         algorithms.product(_rows(g), self._W_out, grad_concat if contiguous else _rows(grad_concat), workers, trans_b=True,
-                           blas=blas)
+                           blas=blas, precision=self.precision)
         # the gradients of the projections lie side by side whatever the layout: two products over their columns follow
         together = _TOGETHER[len(kept.sources)]
         grad_projected = [np.empty((*x.shape[:2], self._width(letters)), self.dtype)
                           for x, letters in zip(kept.sources, together)]
         grad_q, grad_k, grad_v = self._heads(grad_projected)
-        grad_mask = np.empty(mask.shape, self.dtype) if need_bias_grad and mask is not None else None
+        grad_mask = None
+        if need_bias_grad and mask is not None:
+            grad_mask = np.empty(mask.shape, self.dtype if mask.dtype.itemsize == 2 else mask.dtype)
         grad_sinks = algorithms.backward(name, kept.problem, _split(kept.concat, self._H), kept.lse,
                                          grad_concat if contiguous else _split(grad_concat, self._H), grad_q, grad_k, grad_v,
                                          workers, grad_mask)
         if kept.transform_qk is not None and kept.positions is not None:
             _transform(kept.transform_qk, grad_q, grad_k, kept.positions, backward=True)
         # grad_W_O (H·Dv, d_out) <- concat.T @ grad_output
-        algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas)
+        algorithms.product(_rows(kept.concat), _rows(g), grads["W_out"], workers, trans_a=True, blas=blas,
+                           precision=self.precision)
         grad_X, *grad_C = [self._input_gradients(*of, workers) for of in zip(kept.sources, grad_projected, together)]
         self.grad_sinks, self.grad_mask = grad_sinks, grad_mask
         self.grad_context = (grad_C[0], grad_C[1]) if len(grad_C) == 2 else grad_C[0] if grad_C else None
         if self._b_out is not None:
-            _sum_rows(g, grads["b_out"])
+            _sum_rows(g, grads["b_out"], workers)
         return grad_X
 
     def _input_gradients(self, x: np.ndarray, grad: np.ndarray, letters: str, workers: int) -> np.ndarray:
         """The gradient of x, and those of W and b, where x @ W + b are Q, K, V or several side by side; grad: of the result."""
         blas = self.algorithm in BY_BLAS
         # grad_W (width, columns) <- x.T @ grad
-        algorithms.product(_rows(x), _rows(grad), self._gradient(f"W_{letters}"), workers, trans_a=True, blas=blas)
+        algorithms.product(_rows(x), _rows(grad), self._gradient(f"W_{letters}"), workers, trans_a=True, blas=blas,
+                           precision=self.precision)
         # grad_x (B, L, width) <- grad @ W.T: over Q|K|V side by side this is the sum of three input gradients
-        grad_x = np.empty(x.shape, self.dtype)
-        algorithms.product(_rows(grad), self._weights(letters), _rows(grad_x), workers, trans_b=True, blas=blas)
+        grad_x = np.empty(x.shape, self._computed)
+        algorithms.product(_rows(grad), self._weights(letters), _rows(grad_x), workers, trans_b=True, blas=blas,
+                           precision=self.precision)
         if self._b_in is not None:
-            _sum_rows(grad, self._gradient(f"b_{letters}"))
+            _sum_rows(grad, self._gradient(f"b_{letters}"), workers)
         return grad_x
 
 
@@ -608,10 +660,11 @@ def _rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(x.shape[0] * x.shape[1], x.shape[2])
 
 
-def _sum_rows(x: np.ndarray, out: np.ndarray) -> None:
-    """out (width) <- the sum of all rows of x (B, L, width)."""
+def _sum_rows(x: np.ndarray, out: np.ndarray, workers: int) -> None:
+    """out (width) <- the sum of all rows of x (B, L, width), in out's dtype."""
+    rows = algorithms.converted(validate.bits(_rows(x)), out.dtype, workers)
     with np.errstate(all="ignore"):     # inf - inf is NaN here as in every product, without a warning
-        np.add.reduce(_rows(x), axis=0, out=out)
+        np.add.reduce(rows, axis=0, out=out)
 
 
 def _split(x: np.ndarray, num_heads: int) -> np.ndarray:
@@ -641,11 +694,3 @@ def _generator(rng: Any) -> np.random.Generator:
     except Exception as error:
         kind = ValueError if isinstance(error, ValueError) else TypeError
         raise kind(f"rng must be a seed (ints >= 0), a numpy.random.Generator or None, got {validate.short(rng)}") from None
-
-
-def _float_type(dtype: Any) -> np.dtype:
-    found = validate.dtype_of(dtype)
-    if found not in validate.FLOAT_TYPES:
-        came = validate.short(dtype) if found.kind == "O" else validate.cut(found)
-        raise TypeError(f"dtype must be float32 or float64, got {came}")
-    return found

@@ -33,14 +33,19 @@ class MultiHeadAttention(AttentionModule):
         Add b_Q, b_K, b_V, b_O (initially zero) to the projections; "qkv" the first three alone, "out" b_O alone.
     kdim, vdim : int, optional
         Widths of a context as keys and as values; default d_model. With another width every forward needs a context.
-    dtype : float32 or float64
-        Of parameters and computation; inputs of other real dtypes are cast.
+    dtype : float32, float64, float16 or bfloat16
+        Of parameters, inputs (others of real numbers are cast) and outputs. In half precision the computation is in float32,
+        with Q, K, V and the concatenated heads rounded between; weights that are returned and gradients are of float32.
+        "bfloat16" needs the extra ``bfloat16``.
     layout : {"strided", "contiguous", "auto"}
         How projections write heads. "strided": side by side in rows, (B, L, heads · D). "contiguous": by head, (B, heads, L,
         D), by a product for each. Same results to rounding and the same memory; attention reads them where they lie. "auto"
         chooses by length and width: see `plan`.
     algorithm : {"auto", "blas", "tiled", "decode"}
         As in `fastmha.attention`; with "blas" the projections go through BLAS too.
+    precision : {"highest", "high", "medium"}, optional
+        Of products of float32, in the projections and in the attention, forward and backward; default `get_precision()` of
+        each call.
     rng : int, numpy.random.Generator or None
         Weights are drawn from N(0, 2 / (fan_in + fan_out)) in the order W_Q, W_K, W_V, W_O [1]_.
 
@@ -94,7 +99,7 @@ class MultiHeadAttention(AttentionModule):
     @validate.own_keywords(validate.MODULE_NAMES)
     def __init__(self, d_model: int, num_heads: int, *, num_kv_heads: int | None = None, head_dim: int | None = None,
                  use_bias: bool | str = False, kdim: int | None = None, vdim: int | None = None, dtype: Any = np.float32,
-                 layout: str = "auto", algorithm: str = "auto", rng: Any = None) -> None:
+                 layout: str = "auto", algorithm: str = "auto", rng: Any = None, precision: str | None = None) -> None:
         d_model = validate.size("d_model", d_model)
         num_heads = validate.integer("num_heads", num_heads, 1)
         if head_dim is None:
@@ -112,9 +117,10 @@ class MultiHeadAttention(AttentionModule):
         kdim, vdim = (None if n is None else validate.size(name, n) for name, n in (("kdim", kdim), ("vdim", vdim)))
         validate.choice("layout", layout, LAYOUTS)
         validate.choice("algorithm", algorithm, ALGORITHMS)
+        precision = validate.precision_name(precision)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         super().__init__(d_model, num_heads, num_kv_heads, head_dim, head_dim, d_model, _use_bias(use_bias), dtype, layout,
-                         algorithm, rng, kdim, vdim)
+                         algorithm, rng, kdim, vdim, precision)
 
     @property
     def kdim(self) -> int:
@@ -143,14 +149,16 @@ class MultiHeadAttention(AttentionModule):
         X : (B, L, d_model) array of real numbers
             Cast to the module's dtype. Kept by reference for backward: do not write into it in between.
         mask : array, optional
-            (L, Lk), or 4 axes that broadcast to (B, H, L, Lk): bool, True = may not attend, or of the module's dtype, added.
-            With a cache Lk counts all keys, cached and new (the longest row's); see the notes for a ring.
+            (L, Lk), or 4 axes that broadcast to (B, H, L, Lk): bool, True = may not attend, or of the module's dtype, added; in
+            half precision also of float32. With a cache Lk counts all keys, cached and new (the longest row's); see the notes for
+            a ring.
         context : (B, Lk, kdim) array, pair of arrays (B, Lk, kdim) and (B, Lk, vdim), or KVCache, optional
             Keys and values come from it instead of X (cross-attention); from the arrays of a tuple (keys, values) each from
             its own, which is the only way where kdim is not vdim. Those of a cache are taken as they are, each row's up
             to its length, and it does not change: see `project_context`.
         is_causal, offset, key_padding_lengths, key_ranges, window, softcap, sinks, alibi
-            As in `fastmha.attention`, sinks and alibi of the module's dtype. With a cache, offset is the cached length of each
+            As in `fastmha.attention`, sinks and alibi of the module's dtype (half precision:
+            of float32). With a cache, offset is the cached length of each
             row and cannot be given, and key_padding_lengths counts the valid new tokens of each row: only these are appended, and
             those behind attend nothing (their output is b_O, or 0). key_ranges counts all keys, those of the cache from 0 on as
             they lie there, then the new ones, and may lie beyond them: rows whose prompts were padded on the left take ``(starts,
@@ -206,7 +214,7 @@ class MultiHeadAttention(AttentionModule):
         (1, 5, 64)
         """
         rules = Rules(mask, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads,
-                      key_ranges, sinks, alibi, dropout, seed)
+                      key_ranges, sinks, alibi, dropout, seed, self.precision)
         return self._forward(X, rules, need_weights, training, context, cache, transform_qk)
 
     def plan(self, batch_size: int, seq_len: int, *, seq_len_k: int | None = None, is_causal: bool = False,
@@ -240,7 +248,7 @@ class MultiHeadAttention(AttentionModule):
         ('contiguous', 'strided')
         """
         rules = Rules(None, is_causal, offset, key_padding_lengths, window, None, softcap, self.algorithm, num_threads,
-                      key_ranges)
+                      key_ranges, precision=self.precision)
         return self._make_plan(batch_size, seq_len, seq_len_k, rules, backward)
 
     def project_context(self, C: np.ndarray | tuple[np.ndarray, np.ndarray], *, num_threads: int | None = None) -> KVCache:
@@ -269,7 +277,7 @@ class MultiHeadAttention(AttentionModule):
         widths = "".join(f", {name}={n}" for name, n in self._own_widths().items())
         return (f"MultiHeadAttention(d_model={self.d_model}, num_heads={self.num_heads}{groups}{widths}, "
                 f"use_bias={said(self.use_bias)}, dtype={self.dtype}, "
-                f'layout="{self.layout}", algorithm="{self.algorithm}"{", frozen" * self._frozen})')
+                f'layout="{self.layout}", algorithm="{self.algorithm}"{self._said()})')
 
 
 def _use_bias(value: Any) -> bool | str:
@@ -318,7 +326,7 @@ def mean_pool_kv_heads(module: MultiHeadAttention, num_kv_heads: int) -> MultiHe
         raise ValueError(f"num_kv_heads must divide the module's {module.num_kv_heads}, got {groups}")
     pooled = MultiHeadAttention(module.d_model, module.num_heads, num_kv_heads=groups, head_dim=module.head_dim,
                                 use_bias=module.use_bias, kdim=module.kdim, vdim=module.vdim, dtype=module.dtype,
-                                layout=module.layout, algorithm=module.algorithm, rng=0)
+                                layout=module.layout, algorithm=module.algorithm, rng=0, precision=module.precision)
     state = module.state_dict()
     for name in state:
         if name[2] in "KV":

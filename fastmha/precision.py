@@ -3,12 +3,15 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from fastmha import _core, validate
 from fastmha._core import Problem
 from fastmha.validate import PRECISIONS
 
 _PARTS = {"highest": 0, "high": 2, "medium": 1}         # of a float32 operand
 _ROWS_LEAST, _KEYS_LEAST = 24, 32                       # query rows per key/value head, and keys, from which on tiles pay
+_PRODUCT_ROWS, _PRODUCT_TERMS = 16, 32                  # rows, and columns and terms, of a product from which on they pay
 _SCALE_MOST = 2.0**30                                   # of a scale that goes into exponents of base 2; and its inverse the least
 _chosen: str | None = None      # by set_precision
 _default: str | None = None     # from the environment, read once
@@ -81,6 +84,15 @@ def parts_of(problem: Problem) -> int:
     if "f" in types:
         return _PARTS[resolve(problem.precision)]
     return 2 if "e" in types else 1
+
+
+def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:
+    """The bfloat16 parts in which a product (m, k) @ (k, n) of such types (bfloat16 as uint16) is taken on matrix tiles; 0: by
+    vectors."""
+    types = of_a.char + of_b.char
+    if "d" in types or not _core.has_tiles() or m < _PRODUCT_ROWS or min(k, n) < _PRODUCT_TERMS:
+        return 0
+    return _PARTS[resolve(precision)] if "f" in types else 2 if "e" in types else 1
 
 
 def how(problem: Problem, parts: int) -> str:

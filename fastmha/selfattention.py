@@ -27,8 +27,9 @@ class SelfAttention(AttentionModule):
         Width of the output, default d_model.
     use_bias : bool
         Add b_Q, b_K, b_V, b_O (initially zero).
-    dtype : float32 or float64
+    dtype : float32, float64, float16 or bfloat16
     rng : int, numpy.random.Generator or None
+    precision : {"highest", "high", "medium"}, optional
         As in `MultiHeadAttention`.
 
     Attributes
@@ -50,11 +51,11 @@ class SelfAttention(AttentionModule):
 
     @validate.own_keywords(_NAMES)
     def __init__(self, d_model: int, d_k: int, d_v: int, d_out: int | None = None, *, use_bias: bool = True,
-                 dtype: Any = np.float32, rng: Any = None) -> None:
+                 dtype: Any = np.float32, rng: Any = None, precision: str | None = None) -> None:
         sizes = {"d_model": d_model, "d_k": d_k, "d_v": d_v, "d_out": d_model if d_out is None else d_out}
         d_model, self.d_k, self.d_v, self.d_out = (validate.size(name, n) for name, n in sizes.items())
         super().__init__(d_model, 1, 1, self.d_k, self.d_v, self.d_out, validate.flag("use_bias", use_bias), dtype, "strided",
-                         "auto", rng)
+                         "auto", rng, precision=validate.precision_name(precision))
 
     @validate.own_keywords(validate.FORWARD_NAMES)
     def forward(self, X: np.ndarray, mask: np.ndarray | None = None, *, is_causal: bool = False,
@@ -80,9 +81,10 @@ class SelfAttention(AttentionModule):
         out : (B, L, d_out) array
         weights : (B, 1, L, L) array, with ``need_weights=True``
         """
-        rules = Rules(mask, is_causal, None, key_padding_lengths, algorithm=self.algorithm, key_ranges=key_ranges)
+        rules = Rules(mask, is_causal, None, key_padding_lengths, algorithm=self.algorithm, key_ranges=key_ranges,
+                      precision=self.precision)
         return self._forward(X, rules, need_weights, training)
 
     def __repr__(self) -> str:
         return (f"SelfAttention(d_model={self.d_model}, d_k={self.d_k}, d_v={self.d_v}, d_out={self.d_out}, "
-                f"use_bias={self.use_bias}, dtype={self.dtype}{', frozen' * self._frozen})")
+                f"use_bias={self.use_bias}, dtype={self.dtype}{self._said()})")

@@ -267,6 +267,21 @@ def dtype_of(value: Any) -> np.dtype:
         return np.dtype(object)
 
 
+def element_type(name: str, dtype: Any) -> np.dtype:
+    """The dtype of four that `dtype` names; of a string "bfloat16" that of ml_dtypes."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        try:
+            from ml_dtypes import bfloat16
+        except ImportError:
+            raise ImportError(f'{name} "bfloat16" needs the package ml_dtypes: pip install "fastmha[bfloat16]"') from None
+        dtype = bfloat16
+    found = dtype_of(dtype)
+    if found not in FLOAT_TYPES and not is_half(found):
+        came = short(dtype) if found.kind == "O" else cut(found)
+        raise TypeError(f"{name} must be float32, float64, float16 or bfloat16, got {came}")
+    return found
+
+
 def same_dtype(name: str, x: np.ndarray, like: str, dtype: np.dtype) -> None:
     if x.dtype != dtype:
         raise TypeError(f"{name} has dtype {x.dtype} but {like} has {dtype}: they must share one dtype")
@@ -306,6 +321,11 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
         return value
     names = [f'"{a}"' for a in allowed]
     raise ValueError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, got {short(value)}")
+
+
+def precision_name(value: Any) -> str | None:
+    """The name of a precision, or None."""
+    return None if value is None else choice("precision", value, PRECISIONS)
 
 
 def usable(x: np.ndarray) -> tuple[np.ndarray, int]:
@@ -404,7 +424,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     problem = Problem(q, k, v, bool_mask, additive_mask, places, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
     problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
     problem.element, problem.stored = element, stored
-    problem.precision = None if precision is None else choice("precision", precision, PRECISIONS)
+    problem.precision = precision_name(precision)
     return problem
 
 
@@ -712,7 +732,7 @@ def real_array(name: str, x: Any, dtype: np.dtype, ndim: int, axes: str) -> np.n
     if x.dtype != dtype:
         x = reals(name, x)
         if x.ndim == ndim:
-            x = x.astype(dtype)
+            x = cast(x, dtype)
     if x.ndim != ndim:
         raise ValueError(f"{name} must have {ndim} axes {axes}, got shape {x.shape}")
     return x

@@ -98,6 +98,8 @@ def selected(isa):
 
 
 every_isa = pytest.mark.parametrize("isa", ISAS, indirect=True)  # above the others: one operands' instruction sets in a row
+all_isas = pytest.mark.parametrize("isa", [*ISAS, *TILE_ISAS], indirect=True)
+tile_isas = pytest.mark.parametrize("isa", TILE_ISAS, indirect=True)
 
 
 @pytest.fixture(params=ISAS)

@@ -128,6 +128,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef MICRO_ROWS
 #undef MICRO
 #undef PRODUCT
+#undef BY_STORED
 #undef MICRO_PANEL
 #undef DECODE_WIDTH
 #undef DECODE_WIDTHS

@@ -1,5 +1,5 @@
 /* Products of matrices for the projections, on the register tile of product.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
- * row-major. b is packed in panels, of as many columns as the register tile has lanes, for all blocks of rows; a is copied where
+ * row-major; b may be of half precision, which is converted as it is packed or, for few rows, as it is read. b is packed in panels, of as many columns as the register tile has lanes, for all blocks of rows; a is copied where
  * enough panels follow, because its rows may lie a page apart, or so that they share a part of each cache (the order of the blocks:
  * Goto and van de Geijn 2008). Every element is summed in blocks of K in
  * their order: its bits depend on K alone, not on the slice it is computed in. */
@@ -42,14 +42,15 @@ static ptrdiff_t FMHA_NAME(gemm_scratch)(ptrdiff_t N)
 }
 
 /* to (depth, ld) <- b[:, :columns], zeros beyond, up to whole vectors; b (depth, columns), or (columns, depth) if transposed. */
-static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t columns, const REAL *b, ptrdiff_t ldb, REAL *to,
-                                  ptrdiff_t ld)
+static inline __attribute__((always_inline)) void FMHA_NAME(pack_panel_of)(const int type, int transposed, ptrdiff_t depth, ptrdiff_t columns,
+                                                                           const char *b, ptrdiff_t ldb, REAL *to, ptrdiff_t ld)
 {
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     if (!transposed) {
         for (ptrdiff_t k = 0; k < depth; k++)
             for (ptrdiff_t n = 0; n < columns; n += LANES) {
-                if (k + GEMM_AHEAD < depth) v_prefetch(b + (k + GEMM_AHEAD) * ldb + n);
-                v_store(to + k * ld + n, v_load_n(b + k * ldb + n, columns - n, 0));
+                if (k + GEMM_AHEAD < depth) v_prefetch(b + ((k + GEMM_AHEAD) * ldb + n) * size);
+                v_store(to + k * ld + n, FMHA_NAME(stored_load_n)(type, b + (k * ldb + n) * size, columns - n));
             }
         return;
     }
@@ -59,43 +60,53 @@ static void FMHA_NAME(pack_panel)(int transposed, ptrdiff_t depth, ptrdiff_t col
         for (; k + LANES <= depth; k += LANES) {
             VEC part[LANES];
 #pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? v_load(b + (n + l) * ldb + k) : v_splat(0);
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? FMHA_NAME(stored_load)(type, b + ((n + l) * ldb + k) * size) : v_splat(0);
             FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) v_store(to + (k + l) * ld + n, part[l]);
         }
 #endif
         for (; k < depth; k++)
-            for (ptrdiff_t l = 0; l < LANES; l++) to[k * ld + n + l] = l < rows ? b[(n + l) * ldb + k] : 0;
+            for (ptrdiff_t l = 0; l < LANES; l++)
+                to[k * ld + n + l] = l < rows ? FMHA_NAME(stored_value)(type, b + ((n + l) * ldb + k) * size) : 0;
     }
 }
 
+static void FMHA_NAME(pack_panel)(int type, int transposed, ptrdiff_t depth, ptrdiff_t columns, const char *b, ptrdiff_t ldb, REAL *to,
+                                  ptrdiff_t ld)
+{
+#define PACK_PANEL(type) FMHA_NAME(pack_panel_of)(type, transposed, depth, columns, b, ldb, to, ld)
+    BY_STORED(PACK_PANEL)
+#undef PACK_PANEL
+}
+
 /* panels <- op(b) (K, N), one behind the other, each of `rows` rows; b is read row by row, from end to end. */
-static void FMHA_NAME(pack_panels)(int transposed, ptrdiff_t K, ptrdiff_t N, const REAL *b, ptrdiff_t ldb, REAL *panels,
+static void FMHA_NAME(pack_panels)(int type, int transposed, ptrdiff_t K, ptrdiff_t N, const char *b, ptrdiff_t ldb, REAL *panels,
                                    ptrdiff_t rows)
 {
-    const ptrdiff_t step = transposed ? K : 1;
+    const ptrdiff_t step = transposed ? K : 1, size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t k = 0; k < K; k += step)
         for (ptrdiff_t n = 0; n < N; n += PANEL) {
             ptrdiff_t columns = N - n < PANEL ? N - n : PANEL, whole = ROUND_UP(columns, LANES);
-            FMHA_NAME(pack_panel)(transposed, step, columns, b + (transposed ? n * ldb : k * ldb + n), ldb,
+            FMHA_NAME(pack_panel)(type, transposed, step, columns, b + (transposed ? n * ldb : k * ldb + n) * size, ldb,
                                   panels + n * rows + k * whole, whole);
         }
 }
 
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
  * is read from end to end, and fetched ahead into the next rows. */
-static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int rows, const int depth, int add, int fetch, ptrdiff_t columns,
-    const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, int add, int fetch,
+    ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t n = 0; n < columns; n += LANES) {
         VEC sum[8];
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) sum[r] = add ? v_load_n(c + r * ldc + n, columns - n, 0) : v_splat(0);
 #pragma GCC unroll 8
         for (int k = 0; k < depth; k++) {
-            VEC row = v_load_n(b + k * ldb + n, columns - n, 0);
-            if (fetch) v_prefetch(b + (k + depth) * ldb + n);
+            VEC row = FMHA_NAME(stored_load_n)(type, b + (k * ldb + n) * size, columns - n);
+            if (fetch) v_prefetch(b + ((k + depth) * ldb + n) * size);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * a[r * a_row + k * a_step];
         }
@@ -105,17 +116,18 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int 
 }
 
 /* c (M, N) <- a (M, K) @ b (K, N) for K of at most GEMM_DEPTH, term by term in the order of K. */
-static void FMHA_NAME(few_block)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
-                                 ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K,
+    const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
     for (ptrdiff_t k = 0, depth; k < K; k += depth) {
         depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
         for (ptrdiff_t m = 0, rows; m < M; m += rows) {
-            const REAL *from = a + m * a_row + k * a_step, *with = b + k * ldb;
+            const REAL *from = a + m * a_row + k * a_step;
+            const char *with = b + k * ldb * FMHA_NAME(stored_size)(type);
             REAL *to = c + m * ldc;
             rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
 #define FEW(many, deep) \
-    FMHA_NAME(few_rows)(many, deep, k > 0, m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
+    FMHA_NAME(few_rows)(type, many, deep, k > 0, m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
             case 8: FEW(8, FEW_DEPTH); break;
             case 4: FEW(4, FEW_DEPTH); break;
@@ -130,15 +142,24 @@ static void FMHA_NAME(few_block)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const RE
     }
 }
 
-/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: (rows, FEW_COLUMNS). */
-static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const REAL *b,
-                                   ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
+static void FMHA_NAME(few_block)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
+                                 const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
+#define FEW_BLOCK(type) FMHA_NAME(few_block_of)(type, M, N, K, a, a_row, a_step, b, ldb, c, ldc)
+    BY_STORED(FEW_BLOCK)
+#undef FEW_BLOCK
+}
+
+/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: (rows, FEW_COLUMNS). */
+static void FMHA_NAME(product_few)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
+                                   const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t n = 0; n < N; n += FEW_COLUMNS)
         for (ptrdiff_t k = 0; k < K; k += GEMM_DEPTH) {
             ptrdiff_t columns = N - n < FEW_COLUMNS ? N - n : FEW_COLUMNS, depth = K - k < GEMM_DEPTH ? K - k : GEMM_DEPTH;
             REAL *to = k ? part : c + n;
-            FMHA_NAME(few_block)(M, columns, depth, a + k * a_step, a_row, a_step, b + k * ldb + n, ldb, to, k ? FEW_COLUMNS : ldc);
+            FMHA_NAME(few_block)(type, M, columns, depth, a + k * a_step, a_row, a_step, b + (k * ldb + n) * size, ldb, to, k ? FEW_COLUMNS : ldc);
             for (ptrdiff_t m = 0; k && m < M; m++)
                 for (ptrdiff_t e = 0; e < columns; e += LANES) {
                     REAL *sum = c + m * ldc + n + e;
@@ -151,7 +172,7 @@ static void FMHA_NAME(product_few)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const 
 /* packed (K · N rounded up to whole vectors) <- b (K, N) as gemm wants its panels: one after the other, each K rows. */
 static void FMHA_NAME(gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed)
 {
-    FMHA_NAME(pack_panels)(0, K, N, b, ldb, packed, K);
+    FMHA_NAME(pack_panels)(FMHA_SAME, 0, K, N, b, ldb, packed, K);
 }
 
 /* n vectors of c, the last of which may be a part. */
@@ -201,12 +222,14 @@ static void FMHA_NAME(finish)(ptrdiff_t rows, ptrdiff_t columns, void *c, ptrdif
 }
 
 /* c := activation(op(a) @ op(b) + bias) + residual; a is (M, K), or (K, M) if trans_a; b is (K, N), or (N, K) if trans_b;
- * packed: b as gemm_pack has left it, or NULL. */
-static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a_, ptrdiff_t lda,
+ * packed: b as gemm_pack has left it, or NULL; type: of b. */
+static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a_, ptrdiff_t lda,
                             const void *b_, ptrdiff_t ldb, void *c_, ptrdiff_t ldc, const fmha_finish *last, const void *packed,
                             void *scratch)
 {
-    const REAL *a0 = a_, *b0 = b_;
+    const REAL *a0 = a_;
+    const char *b0 = b_;
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     FMHA_NAME(gemm_memory) memory;
     FMHA_NAME(gemm_layout)(N, scratch, &memory);
     REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
@@ -217,7 +240,7 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
         return;
     }
     if (M <= FEW_ROWS && !trans_b && b0) {
-        FMHA_NAME(product_few)(M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
+        FMHA_NAME(product_few)(type, M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;
     }
@@ -225,14 +248,14 @@ static void FMHA_NAME(gemm)(int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, 
         for (ptrdiff_t k0 = 0; k0 < K; k0 += GEMM_DEPTH) {
             ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH, end = N - first < wide ? N : first + wide;
             if (!packed)
-                FMHA_NAME(pack_panels)(trans_b, depth, end - first, b0 + (trans_b ? first * ldb + k0 : k0 * ldb + first), ldb,
+                FMHA_NAME(pack_panels)(type, trans_b, depth, end - first, b0 + (trans_b ? first * ldb + k0 : k0 * ldb + first) * size, ldb,
                                        memory.panels, GEMM_DEPTH);
             for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {
                 ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda;
                 const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
                 if (trans_a || end - first >= GEMM_SERVED) {
                     a_row = ROUND_UP(depth, LANES) + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL);
-                    FMHA_NAME(pack_panel)(trans_a, rows, depth, a, lda, block_of_a, a_row);
+                    FMHA_NAME(pack_panel)(FMHA_SAME, trans_a, rows, depth, (const char *)a, lda, block_of_a, a_row);
                     a = block_of_a;
                 }
                 for (ptrdiff_t n0 = first; n0 < end; n0 += PANEL) {

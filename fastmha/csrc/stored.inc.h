@@ -7,6 +7,18 @@ typedef double FMHA_NAME(other);
 typedef float FMHA_NAME(other);
 #endif
 
+/* CALL(type) with `type`, an operand's of a product, as a constant; only float32 is multiplied by half precision. */
+#if FMHA_REAL == 32
+#define BY_STORED(CALL) \
+    switch (type) { \
+    case FMHA_HALF: CALL(FMHA_HALF); break; \
+    case FMHA_BFLOAT: CALL(FMHA_BFLOAT); break; \
+    default: CALL(FMHA_SAME); \
+    }
+#else
+#define BY_STORED(CALL) (void)type; CALL(FMHA_SAME);
+#endif
+
 static inline ptrdiff_t FMHA_NAME(stored_size)(int type)
 {
     return (ptrdiff_t)(type == FMHA_SAME ? sizeof(REAL) : type == FMHA_OTHER ? sizeof(FMHA_NAME(other)) : sizeof(uint16_t));

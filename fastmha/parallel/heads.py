@@ -36,7 +36,7 @@ class _Share(MultiHeadAttention):
     def __init__(self, whole: MultiHeadAttention, cut: HeadCut, team: Team, overlap_rows: int | None) -> None:
         super().__init__(whole.d_model, cut.heads.stop - cut.heads.start, num_kv_heads=cut.kv_heads.stop - cut.kv_heads.start,
                          head_dim=whole.head_dim, use_bias=whole.use_bias, kdim=whole.kdim, vdim=whole.vdim, dtype=whole.dtype,
-                         layout=whole.layout, algorithm=whole.algorithm, rng=0)
+                         layout=whole.layout, algorithm=whole.algorithm, rng=0, precision=whole.precision)
         self.cut, self.team, self.all_heads, self.overlap_rows = cut, team, whole.num_heads, overlap_rows
         self.alike: Callable[[], dict[str, Any]] | None = None
         self.agreed = False             # in this call
@@ -394,7 +394,7 @@ def gather(sharded: ShardedAttention) -> MultiHeadAttention:
     own = sharded.own
     whole = MultiHeadAttention(own.d_model, sharded.num_heads, num_kv_heads=sharded.num_kv_heads, head_dim=own.head_dim,
                                use_bias=own.use_bias, kdim=own.kdim, vdim=own.vdim, dtype=own.dtype, layout=own.layout,
-                               algorithm=own.algorithm, rng=0)
+                               algorithm=own.algorithm, rng=0, precision=own.precision)
     whole.load_state_dict(sharded.state_dict())
     if own._grads:
         whole._gradient_buffers()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DTYPES, dtypes, padded, raises, same_bits
+from support import DTYPES, dtypes, halves, padded, raises, same_bits
 
 import fastmha
 from fastmha import KVCache, reference
@@ -292,7 +292,7 @@ def test_unaligned_and_strided_queries_of_no_batch_or_no_length(rng):
 Q = np.zeros((B, 2, 3, D))
 ERRORS = [
     ({"q": Q[0]}, ValueError, 'q must have 4 axes (B, H, L, D) for layout "BHLD", got shape (2, 3, 4)'),
-    ({"q": Q.astype(int)}, TypeError, "q must be float32 or float64 (native byte order), got int64: ..."),
+    ({"q": Q.astype(int)}, TypeError, "q must be float32, float64, float16 or bfloat16 (native byte order), got int64: ..."),
     ({"q": Q[:1]}, ValueError, "q has batch size 1 on axis 0 but the cache has 2"),
     ({"q": Q[:, :1]}, ValueError, 'k has 2 heads on axis 1 of layout "BHLD" but q has 1: ...'),
     ({"q": Q[..., :3]}, ValueError, "k has width 4 on axis 3 but q has 3"),
@@ -345,3 +345,30 @@ def test_attend_over_a_ring_refuses(arguments, message, rng):
     with raises(ValueError, message):
         cache.attend(**{"q": Q[:, :, :2], **arguments})
     assert cache.attend(Q, window=(1, None)).shape == (B, 2, 3, DV)  # a narrower window may go further back
+
+
+# ---------------------------------------------------------------------------------------- queries of half precision
+
+
+@halves
+@pytest.mark.parametrize("storage", ["float32", "float16", "float64", None])
+def test_queries_of_half_precision_give_the_results_of_float32_rounded_once(isa, dtype, storage, rng):
+    storage = dtype if storage is None else storage
+    slopes = np.linspace(0.1, 0.3, 4).astype(np.float32)
+    for window, room in ((None, {}), (6, {"window": 6, "max_chunk": 4})):
+        cache = KVCache(2, 2, 8, v_head_dim=5, dtype=storage, **room)
+        wraps = False
+        for n, lengths in ((4, None), (4, [4, 2]), (1, None), (3, [0, 3]), (4, None)):
+            q, k, v = (rng.standard_normal((2, H, n, width)).astype(dtype) for H, width in ((4, 8), (2, 8), (2, 5)))
+            cache.append(k, v, lengths=lengths)
+            wraps |= window is not None and cache.length > 6
+            for rules in ({}, {"softcap": 2.0}, {"alibi": slopes}, {"sinks": slopes}, {"need_weights": True}):
+                rules = {"is_causal": True, "return_lse": True, "lengths_new": lengths, **rules}
+                rules |= {"window": (window, 0)} if window else {}
+                found, wanted = cache.attend(q, **rules), cache.attend(q.astype(np.float32), **rules)
+                assert found[0].dtype == dtype
+                assert same_bits(found[0], wanted[0].astype(dtype))
+                for x, y in zip(found[1:], wanted[1:], strict=True):
+                    assert x.dtype == np.float32
+                    assert same_bits(x, y)
+        assert wraps == (window is not None)

@@ -10,21 +10,27 @@ import pickle
 
 import numpy as np
 import pytest
-from support import Guard, assert_same, bits, dtypes, guards, padded, same_bits
+from support import HALVES, Guard, assert_same, bits, dtypes, eps, guards, padded, same_bits
 
 import fastmha
-from fastmha import _core, algorithms
+from fastmha import _core, algorithms, validate
 from fastmha.algorithms import own_slices, product_by_blas
 
 ROWS = (*range(1, 41), 64, 257, 300)
 DEPTHS = (1, 7, 383, 384, 385, 900)
 COLUMNS = (1, 15, 16, 17, 63, 64, 65, 130, 1100)
+stored_types = pytest.mark.parametrize("stored", HALVES, ids=lambda dtype: dtype.__name__)
 FEW = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17)
 
 
 def draw(rng, m, n, k, dtype):
     """a, b and a bias."""
     return [rng.standard_normal(shape).astype(dtype) for shape in ((m, k), (k, n), n)]
+
+
+def panels(b):
+    """What `algorithms.product` takes for packed weights."""
+    return algorithms.Packed(algorithms.packed_weights(b), None, 0)
 
 
 def own(a, b, n, bias=None, packed=None, threads=1, slices=None, trans_a=False):
@@ -67,7 +73,7 @@ def test_packed_weights_give_the_bits_of_those_that_are_not(isa, dtype, k, rng):
                 assert same_bits(own(a, b, n, added, packed, threads), expected), (m, n)
                 results = [np.full((m, n), np.nan, dtype) for _ in range(2)]
                 algorithms.product(a, b, results[0], threads, bias=added)
-                algorithms.product(a, b, results[1], threads, bias=added, packed=packed)
+                algorithms.product(a, b, results[1], threads, bias=added, packed=panels(b))
                 assert same_bits(*results), (m, n)
                 if not product_by_blas(m):
                     assert same_bits(results[0], expected), (m, n)
@@ -117,8 +123,8 @@ def test_columns_of_wider_weights_are_packed_as_a_copy_of_them_is(isa, dtype, rn
 def test_packed_weights_of_no_size(isa, dtype):
     for k, n in ((0, 5), (5, 0), (0, 0)):
         b, bias = np.empty((k, n), dtype), np.arange(n).astype(dtype)
-        packed = algorithms.packed_weights(b)
-        assert packed.size == 0
+        packed = panels(b)
+        assert packed.panels.size == 0
         for m in (3, 20):
             a, c = np.ones((m, k), dtype), np.full((m, n), np.nan, dtype)
             algorithms.product(a, b, c, 1, bias=bias, packed=packed)
@@ -183,6 +189,55 @@ def test_what_is_not_finite_flows_as_it_does_in_numpy(isa, dtype, m, poison, rng
                 assert np.array_equal(bits(c)[~reached], bits(clean)[~reached])
 
 
+# ------------------------------------------------------------------------------------------- operands of half precision
+
+
+@stored_types
+@pytest.mark.parametrize("k", [1, 8, 383, 385, 900])
+def test_weights_of_half_precision_give_the_bits_of_the_same_numbers_in_float32(isa, stored, k, rng):
+    rows = itertools.cycle((*range(1, 19), 33, 40, 257))
+    for n in COLUMNS:
+        for m in itertools.islice(rows, 4):
+            a, b, bias = draw(rng, m, n, k, np.float32)
+            half = b.astype(stored)
+            expected = own(a, padded(half.astype(np.float32)), n, bias)
+            assert same_bits(own(a, validate.bits(padded(half)), n, bias, threads=3), expected), (m, n)
+            turned, c = validate.bits(padded(half.T.copy())), np.empty((m, n), np.float32)
+            _core.matmul_tiled(a, turned, c, False, True, bias, (m, n), 1)
+            assert_product(c, a, half, bias)
+
+
+@stored_types
+def test_products_of_any_types_are_those_of_float32_rounded_once(isa, stored, rng):
+    for m, n, k in ((1, 33, 40), (5, 64, 9), (40, 130, 70)):
+        a, b, bias = draw(rng, m, n, k, np.float32)
+        for of_a, of_b, of_c in itertools.product((np.float32, stored), repeat=3):
+            x, y, added = a.astype(of_a), b.astype(of_b), bias.astype(of_b)
+            c, wide = np.empty((m, n), of_c), np.empty((m, n), np.float32)
+            algorithms.product(x, y, c, 2, bias=added)
+            algorithms.product(*(z.astype(np.float32) for z in (x, y)), wide, 2, bias=added.astype(np.float32))
+            if m > 1 and not product_by_blas(m):
+                assert same_bits(c, wide.astype(of_c))
+            np.testing.assert_allclose(c.astype(float), wide, rtol=eps(of_c), atol=1e-5)
+
+
+@guards
+@stored_types
+def test_products_of_weights_of_half_precision_stay_inside(isa, stored, kind, rng):
+    for m, n, k in itertools.product((1, 7, 16, 17), (1, 7, 15, 16, 17, 33, 65, 129), (1, 8, 9, 257)):
+        a, b, bias = draw(rng, m, n, k, np.float32)
+        b = b.astype(stored)
+        expected = own(a, validate.bits(b), n, bias)
+        for trans_b in (False, True):
+            guard = Guard(kind)
+            given = guard(a), guard(validate.bits(b.T.copy() if trans_b else b)), guard.empty((m, n), np.float32)
+            _core.matmul_tiled(*given, False, trans_b, bias, (m, n), 1)
+            if trans_b:
+                assert_product(given[2], a, b, bias)
+            else:
+                assert same_bits(given[2], expected)
+
+
 # --------------------------------------------------------------------------------------------------------- guard pages
 
 
@@ -229,16 +284,13 @@ def assert_outputs(results, expected, exact=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1000 * np.finfo(y.dtype).eps)
 
 
-def packed_anew(m):
-    return [algorithms.packed_weights(w) for w in (m._W_in, m._W_out)]
-
-
 def assert_packed(m):
     """The packed copies are those of the weights as they are."""
     if product_by_blas(2):
-        assert m._packed is None
+        assert m._packed == {}
         return
-    assert_same(m._packed, packed_anew(m))
+    assert m._packed.keys() == {"W_in", "W_out"}
+    assert_same([packed.panels for packed in m._packed.values()], map(algorithms.packed_weights, (m._W_in, m._W_out)))
 
 
 @dtypes
@@ -273,7 +325,7 @@ def test_weights_changed_after_unfreeze_are_those_that_count(isa, dtype, kind, r
     m.freeze()
     before = outputs(m)
     m.unfreeze()
-    assert m._packed is None
+    assert m._packed == {}
     for x in (m, other):
         x.W_Q[...] *= 2
         x.W_V = x.W_V + 1
@@ -297,7 +349,7 @@ def test_freezing_twice_is_freezing_once(isa, dtype, kind, rng):
     assert_packed(m)
     assert_outputs(outputs(m), expected)
     m.unfreeze()
-    assert m._packed is None
+    assert m._packed == {}
     m.W_Q[0, 0] = 1
 
 
@@ -308,13 +360,13 @@ def test_copies_of_a_frozen_module_pack_anew(isa, dtype, kind, how, rng):
     m = MODULES[kind](dtype)
     m.freeze()
     expected = outputs(m)
-    assert m.__getstate__()["_packed"] is None
+    assert m.__getstate__()["_packed"] == {}
     other = pickle.loads(pickle.dumps(m)) if how == "pickle" else copy.deepcopy(m)
     assert_packed(m)
     assert_packed(other)
     if not product_by_blas(2):
-        for x, y in zip(m._packed, other._packed, strict=True):
-            assert not np.shares_memory(x, y)
+        for x, y in zip(m._packed.values(), other._packed.values(), strict=True):
+            assert not np.shares_memory(x.panels, y.panels)
     assert_outputs(outputs(other), expected)
     other.unfreeze()
     other.W_O[...] = 0
@@ -335,6 +387,6 @@ def test_algorithm_blas_keeps_no_packed_weights(isa, dtype, rng):
     m = MODULES["heads"](dtype, algorithm="blas")
     expected = outputs(m)
     m.freeze()
-    assert m._packed is None
+    assert m._packed == {}
     assert_outputs(outputs(m), expected, exact=False)
-    assert pickle.loads(pickle.dumps(m))._packed is None
+    assert pickle.loads(pickle.dumps(m))._packed == {}

@@ -189,7 +189,7 @@ def test_widths_are_positive_integers(name, value, error, message):
 
 
 def test_dtype_is_a_float():
-    with pytest.raises(TypeError, match="dtype must be float32 or float64, got int64"):
+    with pytest.raises(TypeError, match="dtype must be float32, float64, float16 or bfloat16, got int64"):
         fastmha.SelfAttention(8, 4, 4, dtype=np.int64)
 
 

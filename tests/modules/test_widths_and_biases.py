@@ -476,10 +476,11 @@ def test_a_frozen_module_gives_the_output_of_one_that_is_not_from_packed_weights
     expected = m.forward(X, context=given)
     m.freeze()
     if product_by_blas(2):
-        assert m._packed is None
+        assert m._packed == {}
     else:
-        held = m.W_Q, m.W_O, *m._W_context.values()
-        assert all(itertools.starmap(same_bits, zip(m._packed, map(algorithms.packed_weights, held), strict=True)))
+        held = {"W_in": m.W_Q, "W_out": m.W_O, **{f"W_{letters}": W for letters, W in m._W_context.items()}}
+        assert m._packed.keys() == held.keys()
+        assert all(same_bits(m._packed[name].panels, algorithms.packed_weights(W)) for name, W in held.items())
     np.testing.assert_allclose(m.forward(X, context=given, training=False), expected, rtol=0, atol=1e-5)
     if not product_by_blas(2):
         assert same_bits(m.forward(X, context=given, training=False), expected)
@@ -489,7 +490,7 @@ def test_a_frozen_module_gives_the_output_of_one_that_is_not_from_packed_weights
     with raises(ValueError, "backward needs a module that is not frozen: call unfreeze() and forward first"):
         m.backward(X)
     m.unfreeze()
-    assert m._packed is None
+    assert m._packed == {}
     m.W_V[...] = 0
     assert not (m.forward(X, context=given, training=False) - (0 if m.b_O is None else m.b_O)).any()
 
