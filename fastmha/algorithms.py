@@ -14,7 +14,7 @@ import numpy as np
 
 from fastmha import _core, validate
 from fastmha._core import Problem
-from fastmha.precision import parts_of, parts_of_product
+from fastmha.precision import parts_of, parts_of_product, resolve
 
 _SCORE_BLOCK_BYTES = 256 * 1024     # a block of scores that stays in a second-level cache beside the keys it meets
 _MINIMUM_ROWS = 8
@@ -22,6 +22,7 @@ _BLOCK_ROWS, _TILE_KEYS, _CHUNK_KEYS, DECODE_ROWS_MAX = _core.tile_sizes()
 _LARGE_BYTES = 128 * 1024       # from where on glibc at first asks the system for memory of its own
 _HEAD_ROWS = 256                # of a slice of a product that is written by heads
 _SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
+_SINGLE, _DOUBLE = validate.FLOAT_TYPES
 _LINE = 64                      # bytes of a cache line
 _TILE_ROWS = 512                # of a slice of a product on matrix tiles: what it reads of the other operand serves as many
 
@@ -294,24 +295,29 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     kernels' own product, where `product_by_blas` does not say that BLAS is no slower. `packed`: what `pack` made of b. out is a
     matrix, or the heads (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
     m = len(a) if out.ndim == 4 else len(out)
-    a, b, out = validate.bits(a), validate.bits(b), validate.bits(out)
-    computed = validate.FLOAT_TYPES[a.dtype.char == "d"]
-    bias = bias if bias is None else np.ascontiguousarray(validate.cast(bias, computed))
-    if not blas:
-        parts = parts_of_product(a.dtype, b.dtype, precision, m, a.shape[0 if trans_a else 1], b.shape[0 if trans_b else 1])
+    of = a.dtype
+    if not (of is b.dtype is out.dtype and (of is _DOUBLE or (of is _SINGLE and resolve(precision) == "highest"))):
+        a, b, out = validate.bits(a), validate.bits(b), validate.bits(out)
+        bias = bias if bias is None else np.ascontiguousarray(validate.cast(bias, validate.computed(of)))
+        parts = 0 if blas else parts_of_product(a.dtype, b.dtype, precision, m, a.shape[0 if trans_a else 1],
+                                                b.shape[0 if trans_b else 1])
         tiles = packed.tiles if packed is not None and packed.parts == _parts(b, parts) else None
         if parts and _tile_product(a, b, out, threads, trans_a, trans_b, bias, parts, tiles):
             return
-    by_blas = blas or (product_by_blas(m) and b.dtype.itemsize != 2)
-    a, target = converted(a, computed, threads), out if out.dtype == computed else np.empty(out.shape, computed)
-    if by_blas:
+        if a.dtype.itemsize == 2:
+            a = converted(a, _SINGLE, threads)
+        if out.dtype.itemsize == 2:
+            target = np.empty(out.shape, _SINGLE)
+            product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, blas=blas, precision="highest")
+            _core.pack_heads(_as_heads(target), _as_heads(out), threads)
+            return
+    if blas or (product_by_blas(m) and b.dtype.itemsize != 2):
+        b = converted(b, a.dtype, threads)
         slices = _head_slices(out) if out.ndim == 4 else product_slices(*out.shape)
-        _core.matmul(a, converted(b, computed, threads), target, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
+        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:
-        own_product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias,
+        own_product(a, b, out, threads, trans_a=trans_a, trans_b=trans_b, bias=bias,
                     packed=None if packed is None else packed.panels)
-    if target is not out:
-        _core.pack_heads(_as_heads(target), _as_heads(out), threads)
 
 
 def _tile_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, trans_a: bool, trans_b: bool,
@@ -319,7 +325,7 @@ def _tile_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, t
     """`product` on matrix tiles; False, and out undefined, where some number is beyond what they take."""
     if out.ndim == 4:       # written side by side: slices of heads would have to begin with tiles
         B, heads, L, width = out.shape
-        rows = np.empty((B * L, heads * width), validate.FLOAT_TYPES[0])
+        rows = np.empty((B * L, heads * width), _SINGLE)
         done = _tile_product(a, b, rows, threads, trans_a, trans_b, bias, parts, tiles)
         if done:
             _core.pack_heads(rows.reshape(B, L, heads, width).transpose(0, 2, 1, 3), out, threads)

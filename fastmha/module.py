@@ -336,10 +336,13 @@ class AttentionModule:
             return "strided", "heads of two widths lie side by side"
         if self.layout != "auto":
             return self.layout, "named by the caller"
-        of = validate.bits(self._W_in).dtype
-        if self.algorithm not in BY_BLAS and parts_of_product(of, of, self.precision, L, self.d_model, self._D):
-            return "strided", "products on matrix tiles take all heads together"
-        return choose_layout(L, self._D * self.dtype.itemsize, self.algorithm in BY_BLAS or product_by_blas(2))
+        by_blas = self.algorithm in BY_BLAS
+        layout = choose_layout(L, self._D * self.dtype.itemsize, by_blas or product_by_blas(2))
+        if layout[0] == "contiguous":
+            of = validate.bits(self._W_in).dtype
+            if parts_of_product(of, of, self.precision, L, self.d_model, self._D):
+                return "strided", "products on matrix tiles take all heads together"
+        return layout
 
     def _buffer(self, B: int, L: int, letters: str) -> np.ndarray:
         """For the projection of (B, L) rows to Q, K, V or several: (B, L, columns), or contiguous heads (B, heads, L, D)."""
@@ -452,15 +455,16 @@ class AttentionModule:
 
     def _project(self, x: np.ndarray, letters: str, out: np.ndarray, workers: int) -> None:
         """out (B, L, columns), or as heads (B, heads, L, D), <- x (B, L, width) @ W + b of Q, K, V or several side by side."""
-        held = "in" if letters == ("Q" if self._W_context else "QKV") else letters
+        held = "W_in" if letters == ("Q" if self._W_context else "QKV") else f"W_{letters}"
         bias = None if self._b_in is None else self._b_in[self._columns[letters]]
         algorithms.product(_rows(x), self._weights(letters), out if out.ndim == 4 else _rows(out), workers, bias=bias,
-                           blas=self.algorithm in BY_BLAS, packed=self._packed.get(f"W_{held}"), precision=self.precision)
+                           blas=self.algorithm in BY_BLAS, packed=self._packed.get(held), precision=self.precision)
 
     def _weights(self, letters: str) -> np.ndarray:
         """W of Q, K, V or several side by side, as products take it."""
-        arrays = self._in_half or self._arrays()
-        return self._part(arrays, f"W_{letters}") if self._W_context else arrays["W_in"][:, self._columns[letters]]
+        if self._W_context:
+            return self._part(self._in_half or self._arrays(), f"W_{letters}")
+        return self._in_half.get("W_in", self._W_in)[:, self._columns[letters]]
 
     def _project_out(self, concat: np.ndarray, workers: int, bias: bool = True, out: np.ndarray | None = None) -> np.ndarray:
         """(B, L, d_out) <- concat (B, L, H·Dv) @ W_O + b_O; without `bias` no b_O."""

@@ -89,8 +89,10 @@ def parts_of(problem: Problem) -> int:
 def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:
     """The bfloat16 parts in which a product (m, k) @ (k, n) of such types (bfloat16 as uint16) is taken on matrix tiles; 0: by
     vectors."""
+    if m < _PRODUCT_ROWS or k < _PRODUCT_TERMS or n < _PRODUCT_TERMS or not _core.has_tiles():
+        return 0
     types = of_a.char + of_b.char
-    if "d" in types or not _core.has_tiles() or m < _PRODUCT_ROWS or min(k, n) < _PRODUCT_TERMS:
+    if "d" in types:
         return 0
     return _PARTS[resolve(precision)] if "f" in types else 2 if "e" in types else 1
 

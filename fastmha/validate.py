@@ -253,9 +253,8 @@ def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def reals(name: str, x: Any) -> np.ndarray:
     """x as an array of real numbers."""
     x = as_array(name, x)
-    if x.dtype.kind not in "fiub":
-        cast = f": cast it to float32, {name}.astype(np.float32)" if x.dtype.name == "bfloat16" else ""
-        raise TypeError(f"{name} must hold real numbers, got dtype {cut(x.dtype)}{cast}")
+    if x.dtype.kind not in "fiub" and not is_half(x.dtype):
+        raise TypeError(f"{name} must hold real numbers, got dtype {cut(x.dtype)}")
     return x
 
 
