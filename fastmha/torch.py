@@ -1,7 +1,7 @@
 """PyTorch's attention on these kernels: `scaled_dot_product_attention` with torch's own signature and meaning, and `patch`.
 
-Tensors on the CPU in float32 and float64 enter without a copy, whatever their strides, and gradients come back, the mask's too.
-Needs the extra ``torch``: ``pip install "fastmha[torch]"``.
+Tensors on the CPU in float32, float64, float16 and bfloat16 enter without a copy, whatever their strides, and gradients come
+back, the mask's too. Needs the extra ``torch``: ``pip install "fastmha[torch]"``, for bfloat16 also the extra ``bfloat16``.
 """
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ except ImportError as _error:
 
 from torch import Tensor
 
+_BFLOAT16: Any
+try:
+    from ml_dtypes import bfloat16 as _BFLOAT16
+except ImportError:
+    _BFLOAT16 = None
+
 __all__ = ["patch", "scaled_dot_product_attention"]
 
-_TYPES = {torch.float32, torch.float64}
+TYPES = {torch.float32, torch.float64, torch.float16} | ({torch.bfloat16} if _BFLOAT16 else set())
 _REAL = {Tensor, torch.nn.Parameter}
 _STRIDED = torch.strided
 _torchs_own: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
@@ -42,14 +48,16 @@ def scaled_dot_product_attention(
 
     Parameters
     ----------
-    query : (..., H, L, E) tensor of float32 or float64 on the CPU
-        Any strides, 2 axes or more; nothing is copied where the last axis has stride 1.
+    query : (..., H, L, E) tensor of float32, float64, float16 or bfloat16 on the CPU
+        Any strides, 2 axes or more; nothing is copied where the last axis has stride 1. bfloat16 needs the package ml_dtypes:
+        ``pip install "fastmha[bfloat16]"``.
     key : (..., H, S, E) tensor
         Axes before the last two broadcast to those of query, and the other way round.
     value : (..., H, S, Ev) tensor
     attn_mask : tensor, optional
         Broadcasts to (..., H, L, S). bool: **True = may attend**, as torch has it and the opposite of `fastmha.attention`.
-        Float of query's dtype: added to the scores; its gradient is computed where it requires one, in its own shape.
+        Float of query's dtype, or of float32 where that is of half precision: added to the scores; its gradient is computed where
+        it requires one, in its own shape.
     dropout_p : float
         Probability with which a weight becomes 0, the others divided by 1 - p, at every call. The seed is drawn from torch's
         generator, so that `torch.manual_seed` fixes it; which weights are dropped is not what torch would drop.
@@ -65,7 +73,7 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    (..., H, L, Ev) tensor
+    (..., H, L, Ev) tensor of query's dtype
         A query that may attend no key gets zeros.
 
     Raises
@@ -75,6 +83,9 @@ def scaled_dot_product_attention(
 
     Notes
     -----
+    float16 and bfloat16 are computed in float32, and results and gradients rounded once at the end. torch's settings of precision
+    say nothing here, `fastmha.set_precision` does.
+
     Gradients are computed once: those of gradients are refused. Under `torch.compile` and `torch.func` the call is one operator.
     """
     reason = not_served(query, key, value, attn_mask)
@@ -114,7 +125,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
 def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
     """(B, H, Lq, Lk), without gradients and before dropout; otherwise as `attend`."""
     problem = _problem(q, k, v, mask, sinks, None, rules._replace(dropout=0.0))
-    return torch.from_numpy(capture.fill(capture.choose(capture.Capture(), problem), problem, AUTO, threads.resolve(None)))
+    return _tensor(capture.fill(capture.choose(capture.Capture(), problem), problem, AUTO, threads.resolve(None)))
 
 
 @contextmanager
@@ -151,7 +162,7 @@ def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
     """Why PyTorch must compute it, if it must."""
     if type(query) is type(key) is type(value) is Tensor and mask is None:      # as below, sooner
         of = query.dtype
-        if (of in _TYPES and key.dtype is of and value.dtype is of and query.is_cpu and key.is_cpu and value.is_cpu
+        if (of in TYPES and key.dtype is of and value.dtype is of and query.is_cpu and key.is_cpu and value.is_cpu
                 and query.layout is key.layout is value.layout is _STRIDED and min(query.dim(), key.dim(), value.dim()) > 1
                 and not (query.is_nested or key.is_nested or value.is_nested)):
             return None
@@ -161,16 +172,26 @@ def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
             raise TypeError(f"{name} must be a torch tensor, got {type(x).__name__}")
         if dtype is None:
             dtype = x.dtype
-        if x.dtype not in _TYPES or not x.is_cpu or x.layout is not _STRIDED or x.is_nested or x.ndim < 2:
-            return f"{name} must be a dense tensor of float32 or float64 on the CPU with 2 axes or more, got {_described(x)}"
+        if x.dtype not in TYPES or not x.is_cpu or x.layout is not _STRIDED or x.is_nested or x.ndim < 2:
+            if x.dtype is torch.bfloat16 and _BFLOAT16 is None:
+                return f'{name} is a tensor of bfloat16, which needs the package ml_dtypes: pip install "fastmha[bfloat16]"'
+            return (f"{name} must be a dense tensor of float32, float64, float16 or bfloat16 on the CPU with 2 axes or more, got "
+                    f"{_described(x)}")
         if x.dtype is not dtype:
             raise TypeError(f"{name} has dtype {x.dtype} but query has {dtype}")
     if mask is not None:
         if not isinstance(mask, Tensor):
             raise TypeError(f"attn_mask must be a torch tensor, got {type(mask).__name__}")
-        if mask.dtype not in (torch.bool, dtype) or not mask.is_cpu or mask.layout is not _STRIDED:
-            return f"attn_mask must be a dense tensor of bool or {dtype} on the CPU, got {_described(mask)}"
+        types = [torch.bool, *dict.fromkeys((dtype, computed(query)))]
+        if mask.dtype not in types or not mask.is_cpu or mask.layout is not _STRIDED:
+            return (f"attn_mask must be a dense tensor of {' or '.join(map(str, types)).removeprefix('torch.')} on the CPU, got "
+                    f"{_described(mask)}")
     return None
+
+
+def computed(x: Tensor) -> torch.dtype:
+    """The dtype in which a tensor is computed, and that of its lse."""
+    return torch.float32 if x.dtype.itemsize == 2 else x.dtype
 
 
 def _described(x: Tensor) -> str:
@@ -206,7 +227,13 @@ def _in_four_axes(
 # ------------------------------------------------------------------------------------------------------ what is computed
 
 def _array(x: Tensor) -> np.ndarray:
-    return x.detach().numpy() if x.requires_grad else x.numpy()
+    if x.requires_grad:
+        x = x.detach()
+    return x.view(torch.int16).numpy().view(_BFLOAT16) if x.dtype is torch.bfloat16 else x.numpy()
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.kind == "V" else torch.from_numpy(x)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
@@ -228,10 +255,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
     problem = _problem(q, k, v, mask, sinks, seed, rules)
     B, H, _, Lq, _, _, Dv = problem.shape
     # as torch's own lies: what projects it next takes rows of all heads
-    out = np.empty((B, Lq, H, Dv), problem.dtype).transpose(0, 2, 1, 3)
+    out = np.empty((B, Lq, H, Dv), problem.element).transpose(0, 2, 1, 3)
     lse = np.empty((B, H, Lq), problem.dtype) if need_lse else None
     algorithms.forward(choose(problem, AUTO)[0], problem, out, lse, None, threads.resolve(None))
-    return torch.from_numpy(out), None if lse is None else torch.from_numpy(lse)
+    return _tensor(out), None if lse is None else torch.from_numpy(lse)
 
 
 def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
@@ -240,14 +267,16 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     problem = _problem(q, k, v, mask, sinks, seed, rules)
     by_length = [_by_length(x) for x in (q, k, v)]      # so do the gradients lie, which torch then adds up and reshapes
     grads = algorithms.empty_together([_swapped(x.shape) if s else x.shape for x, s in zip((q, k, v), by_length, strict=True)],
-                                      problem.dtype)
+                                      problem.element)
     of_q, of_k, of_v = (x.transpose(0, 2, 1, 3) if s else x for x, s in zip(grads, by_length, strict=True))
-    of_mask = np.empty(mask.shape, problem.dtype) if need_mask_grad and mask is not None else None
+    of_mask = np.empty(mask.shape, _array(mask).dtype) if need_mask_grad and mask is not None else None
     name, _ = choose(problem, AUTO, backward=True)
-    of_out, out_array = (validate.usable(_array(x))[0] for x in (grad_out, out))
+    of_out, out_array = (validate.usable(validate.bits(_array(x)))[0] for x in (grad_out, out))
     workers = threads.resolve(None)
     of_sinks = algorithms.backward(name, problem, out_array, _array(lse), of_out, of_q, of_k, of_v, workers, of_mask)
-    return [torch.from_numpy(x) for x in (of_q, of_k, of_v, of_mask, of_sinks) if x is not None]
+    if of_sinks is not None and sinks is not None:
+        of_sinks = validate.cast(of_sinks, _array(sinks).dtype)
+    return [_tensor(x) for x in (of_q, of_k, of_v, of_mask, of_sinks) if x is not None]
 
 
 def _by_length(x: Tensor) -> bool:
@@ -403,7 +432,7 @@ def _backward_operator(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
 
 @_operator.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty((*_swapped(q.shape)[:3], v.shape[3])).transpose(1, 2), q.new_empty(q.shape[:3])
+    return q.new_empty((*_swapped(q.shape)[:3], v.shape[3])).transpose(1, 2), q.new_empty(q.shape[:3], dtype=computed(q))
 
 
 @_backward_operator.register_fake

@@ -47,9 +47,9 @@ def register(name: str = "fastmha") -> None:
 
     Notes
     -----
-    float16 and bfloat16 models are computed in float32 and rounded once at the end. ``output_attentions=True`` in a call returns
-    the weights, before dropout, without gradients. Under `torch.compile`, and for patterns that are neither causality nor a
-    window, masks are written out as for "sdpa".
+    float16 and bfloat16 models are computed in float32 and rounded once at the end; bfloat16 from copies in float32 where the
+    package ml_dtypes is missing. ``output_attentions=True`` in a call returns the weights, before dropout, without gradients.
+    Under `torch.compile`, and for patterns that are neither causality nor a window, masks are written out as for "sdpa".
 
     Examples
     --------
@@ -222,7 +222,7 @@ def attention(
             raise NotImplementedError(f"fastmha serves no {name} of {type(module).__name__}: use another attn_implementation")
     dtype = query.dtype
     Lq, Lk = query.shape[2], key.shape[2]
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype is torch.bfloat16 and dtype not in face.TYPES:
         query, key, value = query.float(), key.float(), value.float()
     pattern, removed = _NOTHING, attention_mask
     if not torch.compiler.is_compiling() and isinstance(attention_mask, Mask):
@@ -236,13 +236,13 @@ def attention(
         pattern = _CAUSAL
     if removed is None:
         removed = pattern.keys
-    if removed is not None and removed.dtype not in (torch.bool, query.dtype):
-        removed = removed.to(query.dtype)
+    if removed is not None and removed.dtype is not torch.bool:
+        removed = _added_to(query, removed)
     if position_bias is not None:
-        removed = _biased(position_bias[..., :Lk].to(query.dtype), removed)
+        removed = _biased(_added_to(query, position_bias[..., :Lk]), removed)
     if removed is not None and removed.ndim != 4:
         removed = removed.reshape((1,) * (4 - removed.ndim) + tuple(removed.shape))
-    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    sinks = None if s_aux is None else _added_to(query, s_aux)
     rules = Rules(is_causal=pattern.is_causal, offset=pattern.offset, window=pattern.window, scale=scaling,
                   softcap=softcap or None, key_ranges=pattern.key_ranges, dropout=float(dropout))
     reason = face.not_served(query, key, value, removed)
@@ -271,8 +271,13 @@ def _fitting(pattern: Pattern, shape: tuple[int, ...], Lq: int, Lk: int) -> Patt
     return pattern._replace(key_ranges=ranges, keys=None if pattern.keys is None else pattern.keys[..., :Lk])
 
 
+def _added_to(query: Tensor, x: Tensor) -> Tensor:
+    """x in a dtype that may be added to the scores of query: its own, where it is one."""
+    return x if x.dtype is query.dtype else x.to(face.computed(query))
+
+
 def _biased(bias: Tensor, removed: Tensor | None) -> Tensor:
     """What is added to the scores: the bias, and where a mask removes a pair, -inf or what the mask adds."""
     if removed is None:
         return bias
-    return torch.where(removed, bias, -torch.inf) if removed.dtype is torch.bool else bias + removed
+    return torch.where(removed, bias, -torch.inf) if removed.dtype is torch.bool else bias.to(face.computed(bias)) + removed
