@@ -4,9 +4,11 @@ import warnings
 
 import numpy as np
 import pytest
+from support import assert_close, assert_same, oracle
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install "fastmha[torch]"')
 
+import fastmha  # noqa: E402
 import fastmha.torch as face  # noqa: E402
 from fastmha import reference  # noqa: E402
 from fastmha.validate import Rules  # noqa: E402
@@ -14,6 +16,8 @@ from fastmha.validate import Rules  # noqa: E402
 own = torch.nn.functional.scaled_dot_product_attention
 sdpa = face.scaled_dot_product_attention
 types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+without = pytest.mark.skipif(torch.bfloat16 not in face.TYPES, reason='needs ml_dtypes: pip install "fastmha[bfloat16]"')
+halves = pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=without)], ids=str)
 B, H, L, S, E, Ev = 2, 4, 7, 9, 8, 5
 
 
@@ -28,7 +32,7 @@ def draw():
 
 
 def close(ours, theirs):
-    tolerance = {torch.float32: 2e-6, torch.float64: 1e-14}[theirs.dtype]
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-14}.get(theirs.dtype, 0)        # of half precision: where it must be one
     assert ours.dtype is theirs.dtype
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().max() <= tolerance * max(1, theirs.abs().max())
@@ -134,14 +138,133 @@ def test_every_stride(draw):
     check([draw(B, H, E, L).mT, draw(B, H, S, 2 * E)[..., ::2], draw(H, B, S, Ev).transpose(0, 1)])
 
 
-def test_nothing_is_copied(draw, monkeypatch):
-    x = draw(B, L, 3, H, E, grad=False)
+@pytest.mark.parametrize("dtype", sorted(face.TYPES, key=str), ids=str)
+def test_nothing_is_copied(dtype, draw, monkeypatch):
+    x = draw(B, L, 3, H, E, grad=False).to(dtype)
     q, k, v = x.permute(2, 0, 3, 1, 4)
     seen = []
     forward = face.algorithms.forward
     monkeypatch.setattr(face.algorithms, "forward", lambda name, *more: seen.append(more[0]) or forward(name, *more))
     sdpa(q, k, v)
     assert [p.ctypes.data for p in (seen[0].q, seen[0].k, seen[0].v)] == [t.data_ptr() for t in (q, k, v)]
+
+
+# ---------------------------------------------------------------------------------------------------- half precision
+
+def as_arrays(tensors):
+    return [face._array(x.detach()) for x in tensors]
+
+
+def half_case(case, draw, dtype, n=L, m=S):
+    """Operands and a gradient of the output, the mask, keywords, and what these are in `fastmha.attention`."""
+    heads = 2 if case == "groups" else H
+    sizes = (H, n, E), (heads, m, E), (heads, m, Ev)
+    q, k, v = (draw(B, *size, grad=False).to(dtype).requires_grad_() for size in sizes)
+    g, mask = draw(B, H, n, Ev, grad=False).to(dtype), None
+    if "mask" in case:
+        mask = draw(1, H, n, m, grad=False)
+        mask = mask > -0.5 if "bool" in case else mask.to(torch.float32 if "float32" in case else dtype).requires_grad_()
+    keywords = {"causal": {"is_causal": True}, "groups": {"enable_gqa": True}, "scale": {"scale": -0.3}}.get(case, {})
+    same = {name: x for name, x in keywords.items() if name != "enable_gqa"} | ({"offset": 0} if case == "causal" else {})
+    if mask is not None:
+        of_mask = face._array(mask.detach())
+        same |= {"mask": ~of_mask} if mask.dtype is torch.bool else {"mask": of_mask, "need_bias_grad": True}
+    return (q, k, v, g), mask, keywords, same
+
+
+def with_gradients(f, tensors, g, mask, keywords):
+    """The output and the gradients of q, k, v and of a mask of floats, each of the dtype of its tensor."""
+    out = f(*tensors, mask, **keywords)
+    leaves = [x for x in (*tensors, mask) if x is not None and x.requires_grad]
+    results = [out, *torch.autograd.grad(out, leaves, g)]
+    assert [x.dtype for x in results] == [tensors[0].dtype, *(x.dtype for x in leaves)]
+    return results
+
+
+half_cases = pytest.mark.parametrize("case", ["plain", "causal", "groups", "scale", "mask", "float32 mask", "bool mask"])
+
+
+@halves
+@half_cases
+def test_half_precision_errs_as_float32_rounded_once(case, dtype, isa, draw):
+    (*tensors, g), mask, keywords, same = half_case(case, draw, dtype)
+    results = as_arrays(with_gradients(sdpa, tensors, g, mask, keywords))
+    arrays = as_arrays((*tensors, g))
+    exact, bounds = oracle(*arrays, arrays[0].dtype, **same)
+    assert_close(results, *([x for i, x in enumerate(y) if i != 1] for y in (exact, bounds)), ("out", *"qkv", "mask"))
+
+
+@halves
+@half_cases
+def test_half_precision_has_the_bits_of_attention(case, dtype, draw):
+    """Long enough for matrix tiles, where there are some."""
+    (*tensors, g), mask, keywords, same = half_case(case, draw, dtype, 40, 50)
+    arrays = as_arrays((*tensors, g))
+    forward = {name: x for name, x in same.items() if name != "need_bias_grad"}
+    out, lse = fastmha.attention(*arrays[:3], return_lse=True, **forward)
+    assert_same(as_arrays(with_gradients(sdpa, tensors, g, mask, keywords)),
+                (out, *fastmha.attention_backward(arrays[3], *arrays[:3], out, lse, **same)))
+
+
+@halves
+def test_half_precision_of_any_strides_and_without_gradients(dtype, draw):
+    tensors = [draw(B, L, H, E, grad=False).to(dtype).transpose(1, 2), draw(B, H, E, S, grad=False).to(dtype).mT,
+               draw(B, H, S, 2 * Ev, grad=False).to(dtype)[..., ::2]]
+    expected = fastmha.attention(*as_arrays([x.contiguous() for x in tensors]))
+    assert_same(as_arrays([sdpa(*tensors)]), [expected])
+    assert_same(as_arrays([sdpa(*[x.requires_grad_() for x in tensors])]), [expected])
+
+
+@halves
+def test_sinks_softcap_and_lse_of_half_precision(dtype, draw):
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in operands(draw))
+    for sinks in (draw(H).detach().to(dtype), draw(H).detach().float()):
+        sinks.requires_grad_()
+        out = face.attend(q, k, v, None, sinks, Rules(softcap=2.0))
+        grads = torch.autograd.grad(out.sum(), (q, k, v, sinks))
+        arrays = as_arrays((q, k, v))
+        of_sinks = face._array(sinks.detach())
+        same = {"sinks": of_sinks, "softcap": 2.0}
+        wanted, lse = fastmha.attention(*arrays, return_lse=True, **same)
+        assert_same(as_arrays((out, *grads)),
+                    (wanted, *fastmha.attention_backward(np.ones_like(wanted), *arrays, wanted, lse, **same)))
+        assert torch.ops.fastmha.attention(q, k, v, None, sinks, None, *face._flat(Rules(softcap=2.0)))[1].dtype is torch.float32
+
+
+@halves
+@pytest.mark.parametrize("case", ["plain", "causal", "mask", "float32 mask"])
+def test_half_precision_compiled_whole_and_mapped(case, dtype, draw):
+    (*tensors, g), mask, keywords, _ = half_case(case, draw, dtype)
+    compiled = torch.compile(lambda *x: sdpa(*x, **keywords), fullgraph=True, backend="aot_eager")
+    expected = with_gradients(sdpa, tensors, g, mask, keywords)
+    for ours, theirs in zip(with_gradients(compiled, tensors, g, mask, {}), expected, strict=True):
+        close(ours, theirs)
+    torch.library.opcheck(face._operator, (*tensors, mask, None, None, *face._flat(Rules(offset=0 if keywords else None, **keywords))))
+    q, k, v = (x.detach() for x in tensors)
+    mapped = torch.func.vmap(lambda q: sdpa(q, k, v, mask, **keywords))(torch.stack([q, 2 * q]))
+    close(mapped, torch.stack([sdpa(x, k, v, mask, **keywords) for x in (q, 2 * q)]))
+
+
+def test_torchs_precision_of_float32_is_not_followed(draw):
+    tensors = [draw(1, 2, 64, 16, dtype=torch.float32) for _ in range(3)]
+    before, expected = torch.get_float32_matmul_precision(), sdpa(*tensors)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(sdpa(*tensors), expected)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_bfloat16_without_its_package_is_refused_by_name_or_left_to_torch(draw, monkeypatch):
+    monkeypatch.setattr(face, "_BFLOAT16", None)
+    monkeypatch.setattr(face, "TYPES", face.TYPES - {torch.bfloat16})
+    tensors = [x.detach().bfloat16() for x in operands(draw)]
+    with pytest.raises(TypeError, match=r'^query is a tensor of bfloat16, which needs the package ml_dtypes: pip install '
+                                        r'"fastmha\[bfloat16\]"; with fallback=True PyTorch computes it$'):
+        sdpa(*tensors)
+    face._said.clear()
+    with pytest.warns(UserWarning, match="leaves a call to PyTorch: query is a tensor of bfloat16, which needs"):
+        assert torch.equal(sdpa(*tensors, fallback=True), own(*tensors))
 
 
 # ----------------------------------------------------------------------------------------------------------- dropout
@@ -320,6 +443,22 @@ def test_a_patched_model_gives_what_it_gave(draw):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@halves
+def test_a_patched_model_of_half_precision_errs_no_more_than_torchs(dtype, draw):
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True), 2)
+    x, padding = draw(3, 40, 64, dtype=torch.float32, grad=False), torch.arange(40) >= torch.tensor([[40], [33], [25]])
+    model = model.to(dtype)
+    exact = model.double()(x.to(dtype).double(), src_key_padding_mask=padding)
+    theirs = model.to(dtype)(x.to(dtype), src_key_padding_mask=padding)
+    with face.patch(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = model(x.to(dtype), src_key_padding_mask=padding)
+    error, allowed = ((y.double() - exact)[~padding].abs().mean() for y in (ours, theirs))
+    assert ours.dtype is dtype
+    assert error <= 1.1 * allowed
+
+
 def test_patch_ends_with_an_error_too():
     with pytest.raises(KeyError), face.patch():
         raise KeyError
@@ -327,11 +466,11 @@ def test_patch_ends_with_an_error_too():
 
 
 def test_what_is_not_served_goes_to_torch_and_is_said_once(draw):
-    tensors = [x.detach().half() for x in operands(draw)]
-    with pytest.raises(TypeError, match=r"^query must be a dense tensor of float32 or float64 .*float16.*fallback=True"):
+    tensors = [*(x.detach() for x in operands(draw)), torch.zeros(L, S)]
+    with pytest.raises(TypeError, match=r"^attn_mask must be a dense tensor of bool or torch.float64 .*float32.*fallback=True"):
         sdpa(*tensors)
     face._said.clear()
-    with pytest.warns(UserWarning, match="leaves a call to PyTorch: query must be"):
+    with pytest.warns(UserWarning, match="leaves a call to PyTorch: attn_mask must be"):
         out = sdpa(*tensors, fallback=True)
     assert (out == own(*tensors)).all()
     with warnings.catch_warnings():
@@ -347,6 +486,10 @@ def test_what_is_not_served_goes_to_torch_and_is_said_once(draw):
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S + 1, dtype=q.dtype)), ValueError, "mask"),
     (lambda q, k, v: sdpa(q, k, v, dropout_p=1.5), ValueError, "dropout"),
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).int()), TypeError, r"^attn_mask must be .* of bool or torch.float64 .*int32"),
+    (lambda q, k, v: sdpa(q.half(), k.half(), v.half(), torch.ones(L, S).double()), TypeError,
+     r"^attn_mask must be a dense tensor of bool or torch.float16 or torch.float32 on the CPU, got a dense one of torch.float64"),
+    (lambda q, k, v: sdpa(q.half(), k.float(), v), TypeError, r"^key has dtype torch.float32 but query has torch.float16$"),
+    (lambda q, k, v: sdpa(q.int(), k, v), TypeError, r"^query must be a dense tensor of float32, float64, float16 or bfloat16 "),
     (lambda q, k, v: sdpa(q.to("meta"), k, v), TypeError, r"^query must be .* on the CPU .* on meta"),
 ])  # fmt: skip
 def test_errors(call, error, match, draw):
