@@ -239,7 +239,8 @@ def test_half_precision_compiled_whole_and_mapped(case, dtype, draw):
     expected = with_gradients(sdpa, tensors, g, mask, keywords)
     for ours, theirs in zip(with_gradients(compiled, tensors, g, mask, {}), expected, strict=True):
         close(ours, theirs)
-    torch.library.opcheck(face._operator, (*tensors, mask, None, None, *face._flat(Rules(offset=0 if keywords else None, **keywords))))
+    rules = Rules(offset=0 if keywords else None, **keywords)
+    torch.library.opcheck(face._operator, (*tensors, mask, None, None, *face._flat(rules)))
     q, k, v = (x.detach() for x in tensors)
     mapped = torch.func.vmap(lambda q: sdpa(q, k, v, mask, **keywords))(torch.stack([q, 2 * q]))
     close(mapped, torch.stack([sdpa(x, k, v, mask, **keywords) for x in (q, 2 * q)]))

@@ -204,6 +204,65 @@ def test_other_dtypes_err_no_more_than_eager(name, dtype, models):
     assert error <= 1.3 * bound + 1e-6 * exact.abs().max()
 
 
+def of_48_tokens(model, how):
+    """What a model gives, by padding, token by token over its cache, or as gradients of all parameters together."""
+    ids = torch.randint(3, VOCABULARY, (3, 48), generator=torch.Generator().manual_seed(4))
+    valid = torch.arange(48) < torch.tensor([[48], [30], [41]])
+    if how == "cached":
+        outs, past = [], None
+        for start, stop in ((0, 40), (40, 41), (41, 42), (42, 48)):
+            made = model(ids[:, start:stop], past_key_values=past, use_cache=True)
+            outs, past = [*outs, made.logits], made.past_key_values
+        return torch.cat(outs, dim=1)
+    if how == "padded":
+        return model(torch.where(valid, ids, 0), attention_mask=valid.long())[0][valid]
+    out = model(ids)[0]
+    if how == "gradients":
+        (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(out.dtype)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "how"), [*itertools.product(("llama", "gemma2", "bert"), ("plain", "padded", "gradients")),
+                                           ("llama", "cached"), ("gemma2", "cached")])  # fmt: skip
+def test_models_of_half_precision_err_no_more_than_eager_ones_against_float32(name, how, dtype):
+    with torch.set_grad_enabled(how == "gradients"):
+        exact = of_48_tokens(build(name, "eager").to(dtype).float(), how).double()      # of the same parameters
+        eager, ours = (of_48_tokens(build(name, implementation).to(dtype), how) for implementation in ("eager", "fastmha"))
+    assert ours.dtype is dtype
+    error, bound = ((x.double() - exact).abs().mean() for x in (ours, eager))
+    assert error <= 1.1 * bound + 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_heads_of_half_precision_are_not_converted(dtype, monkeypatch):
+    if dtype not in face.face.TYPES:
+        pytest.skip('needs ml_dtypes: pip install "fastmha[bfloat16]"')
+    seen = []
+    attend = face.face.attend
+    monkeypatch.setattr(face.face, "attend", lambda *operands: seen.append(operands) or attend(*operands))
+    q, k, v = (heads(1, 2, 5, 8).to(dtype) for _ in range(3))
+    bias, sinks = heads(1, 2, 5, 5).to(dtype), heads(2).float()
+    out, _ = face.attention(torch.nn.Module(), q, k, v, None, position_bias=bias, s_aux=sinks)
+    assert out.dtype is dtype
+    assert all(x is y for x, y in zip(seen[0], (q, k, v), strict=False))
+    assert [x.dtype for x in seen[0][3:5]] == [dtype, torch.float32]
+    face.attention(torch.nn.Module(), q, k, v, bias, position_bias=bias)     # a sum of two is rounded nowhere
+    assert torch.equal(seen[1][3], bias.float() * 2)
+
+
+def test_bfloat16_without_its_package_is_computed_from_copies(monkeypatch):
+    q, k, v = (heads(1, 2, 5, 8).bfloat16() for _ in range(3))
+    bias, sinks = heads(1, 2, 5, 5).bfloat16(), heads(2).bfloat16()
+    expected, _ = face.attention(torch.nn.Module(), *(x.float() for x in (q, k, v)), None, position_bias=bias, s_aux=sinks)
+    monkeypatch.setattr(face.face, "TYPES", face.face.TYPES - {torch.bfloat16})
+    monkeypatch.setattr(face.face, "_BFLOAT16", None)
+    out, weights = face.attention(torch.nn.Module(), q, k, v, None, position_bias=bias, s_aux=sinks, output_attentions=True)
+    assert weights.dtype is torch.bfloat16
+    assert torch.equal(out, expected.bfloat16())
+
+
 def test_dropout_in_training(models):
     config = transformers.AutoConfig.for_model("bert", **SMALL, attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
     model = transformers.AutoModel.from_config(config, attn_implementation="fastmha").train()
