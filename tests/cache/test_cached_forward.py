@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import dtypes, normal, raises, same_bits
+from support import HALVES, dtypes, halves, normal, raises, same_bits
 
 import fastmha
 from fastmha import KVCache, MultiHeadAttention, algorithms, reference
@@ -57,6 +57,34 @@ def test_numpys_booleans_are_booleans(is_causal):
     m, X = module(), normal(B, 5, D_MODEL)
     out, wanted = (m.forward(X, cache=cache_of(m), is_causal=x, training=False) for x in (np.bool_(is_causal), is_causal))
     assert np.array_equal(out, wanted)
+
+
+# ------------------------------------------------------------------------------------------------- half precision
+
+@halves
+@pytest.mark.parametrize("storage", ["float64", "float32", *HALVES], ids=lambda x: np.dtype(x).name)
+@pytest.mark.parametrize("ring", [None, 6])
+@pytest.mark.parametrize("algorithm", ["auto", "blas", "tiled", "decode"])
+def test_a_module_of_half_precision_steps_over_caches_of_every_type(algorithm, ring, storage, dtype):
+    """Against the same parameters in float64: what is projected, stored and returned is rounded, a share of the largest output."""
+    share = 2e-2 if "bfloat16" in (np.dtype(dtype).name, np.dtype(storage).name) else 2e-3
+    m, exact = module(dtype, algorithm=algorithm), module()
+    exact.load_state_dict({name: w.astype(np.float64) for name, w in m.state_dict().items()})
+    room, rules = ({"window": ring, "max_chunk": 3}, {"window": (ring, 0)}) if ring else ({}, {})
+    cache, exact_cache = cache_of(m, dtype=storage, **room), cache_of(exact, **room)
+    X = normal(B, 20, D_MODEL, dtype=dtype)
+    for start, stop, lengths in ((0, 5, None), (5, 6, None), (6, 9, [3, 0, 2]), (9, 12, None), (12, 16, [1, 4, 4])):
+        keywords = {"is_causal": True, "training": False, "key_padding_lengths": lengths, **rules}
+        keywords["need_weights"] = algorithm != "decode" and start % 2 == 0
+        out = m.forward(X[:, start:stop], cache=cache, **keywords)
+        wanted = exact.forward(X[:, start:stop].astype(np.float64), cache=exact_cache, **keywords)
+        if keywords["need_weights"]:
+            (out, weights), (wanted, wanted_weights) = out, wanted
+            assert weights.dtype == np.float32
+            np.testing.assert_allclose(weights, wanted_weights, rtol=0, atol=share)
+        assert out.dtype == dtype
+        assert np.abs(out.astype(np.float64) - wanted).max() <= share * np.abs(wanted).max()
+        assert cache.lengths.tolist() == exact_cache.lengths.tolist()
 
 
 # ---------------------------------------------------------------------------------------------- cached equals uncached

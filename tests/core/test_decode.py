@@ -13,6 +13,7 @@ from support import (
     ISAS,
     RESULTS,
     all_dtypes,
+    all_isas,
     assert_close,
     assert_dtypes,
     assert_same,
@@ -22,6 +23,7 @@ from support import (
     dtypes,
     error_bounds,
     every_isa,
+    halves,
     ill_scaled,
     in_float64,
     oracle,
@@ -458,6 +460,22 @@ def test_the_backward_pass_takes_what_decode_returned(isa, dtype, rng):
     out, lse = decode(q, k, v)
     grads = fastmha.attention_backward(g, q, k, v, out, lse)
     assert_close((out, lse, *grads), *oracle(q, k, v, g, dtype))
+
+
+@all_isas
+@halves
+@pytest.mark.parametrize("kind", ["none", "additive"])
+@pytest.mark.parametrize("rules", [*RULES, "sinks", "alibi"])
+def test_few_rows_of_half_precision_are_decoded_under_every_rule_and_nothing_is_copied(isa, rules, kind, dtype, rng):
+    of_heads = np.linspace(-0.1, 0.3, 2).astype(dtype)
+    keywords = {"sinks": {"sinks": of_heads}, "alibi": {"alibi": of_heads, "offset": LK - LQ}, **RULES}[rules]
+    mask = mask_of(kind, dtype, rng)
+    if mask is not None:
+        keywords = {**keywords, "mask": mask if mask.ndim == 2 else mask[:, :2]}
+    q, k, v, g = draw(rng, B, 2, 2, LQ, LK, 33, 20, dtype)
+    plan = fastmha.plan(q, k, v, **keywords)
+    assert (plan.algorithm, plan.bytes_copied, plan.products) == ("decode", 0, "float32")
+    assert_same(fastmha.attention(q, k, v, return_lse=True, **keywords), check(q, k, v, g, **keywords))
 
 
 def test_auto_decodes_few_rows(isa, rng):
