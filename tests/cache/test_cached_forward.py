@@ -66,7 +66,7 @@ def test_numpys_booleans_are_booleans(is_causal):
 @pytest.mark.parametrize("ring", [None, 6])
 @pytest.mark.parametrize("algorithm", ["auto", "blas", "tiled", "decode"])
 def test_a_module_of_half_precision_steps_over_caches_of_every_type(algorithm, ring, storage, dtype):
-    """Against the same parameters in float64: what is projected, stored and returned is rounded, a share of the largest output."""
+    """Against the same parameters in float64: what is projected, stored and returned is rounded; a share of the largest."""
     share = 2e-2 if "bfloat16" in (np.dtype(dtype).name, np.dtype(storage).name) else 2e-3
     m, exact = module(dtype, algorithm=algorithm), module()
     exact.load_state_dict({name: w.astype(np.float64) for name, w in m.state_dict().items()})

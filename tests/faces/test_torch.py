@@ -217,18 +217,22 @@ def test_half_precision_of_any_strides_and_without_gradients(dtype, draw):
 
 @halves
 def test_sinks_softcap_and_lse_of_half_precision(dtype, draw):
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in operands(draw))
-    for sinks in (draw(H).detach().to(dtype), draw(H).detach().float()):
-        sinks.requires_grad_()
+    for of_sinks in (dtype, torch.float32):
+        q, k, v, sinks = (x.detach().to(dtype).requires_grad_() for x in (*operands(draw), draw(H)))
+        sinks = sinks.detach().to(of_sinks).requires_grad_()
         out = face.attend(q, k, v, None, sinks, Rules(softcap=2.0))
         grads = torch.autograd.grad(out.sum(), (q, k, v, sinks))
         arrays = as_arrays((q, k, v))
-        of_sinks = face._array(sinks.detach())
-        same = {"sinks": of_sinks, "softcap": 2.0}
+        same = {"sinks": face._array(sinks), "softcap": 2.0}
         wanted, lse = fastmha.attention(*arrays, return_lse=True, **same)
         assert_same(as_arrays((out, *grads)),
                     (wanted, *fastmha.attention_backward(np.ones_like(wanted), *arrays, wanted, lse, **same)))
-        assert torch.ops.fastmha.attention(q, k, v, None, sinks, None, *face._flat(Rules(softcap=2.0)))[1].dtype is torch.float32
+        call = q, k, v, None, sinks, None, *face._flat(Rules(softcap=2.0))
+        out, lse = torch.ops.fastmha.attention(*call)
+        assert lse.dtype is torch.float32
+        torch.library.opcheck(face._operator, call)
+        q, k, v, out, sinks = (x.detach() for x in (q, k, v, out, sinks))       # of gradients there are none
+        torch.library.opcheck(face._backward_operator, (out, q, k, v, out, lse, None, sinks, *call[5:], False))
 
 
 @halves
