@@ -24,6 +24,7 @@ QUOTED = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 IMPORTS = "import numpy as np\nimport fastmha\n"
 NEEDS = {
     "bfloat16\"": ("ml_dtypes", 'bfloat16 needs ml_dtypes: pip install "fastmha[bfloat16]"'),
+    ".bfloat16()": ("ml_dtypes", 'bfloat16 needs ml_dtypes: pip install "fastmha[bfloat16]"'),
     "import torch\n": ("torch", 'needs torch: pip install "fastmha[torch]"'),
     "from mpi4py import": ("mpi4py", 'needs MPI: pip install "fastmha[mpi]" mpich'),
     "from transformers import": ("transformers", 'needs transformers: pip install "fastmha[transformers]"'),
