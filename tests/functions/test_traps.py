@@ -137,7 +137,7 @@ BESIDE = {
         '^layout must be "BHLD" or "BLHD", got \\['),
     "module, dtype": (
         lambda: fastmha.MultiHeadAttention(8, 2, dtype=[0] * 9999), TypeError,
-        r"^dtype must be float32 or float64, got \[0, 0, .{9,80}$"),
+        r"^dtype must be float32, float64, float16 or bfloat16, got \[0, 0, .{9,80}$"),
     "module, transform_qk": (
         lambda: m.forward(X, transform_qk=[0] * 9999), TypeError,
         r"^transform_qk must be callable or None, got \[0, 0, .{9,80}$"),
