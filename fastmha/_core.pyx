@@ -1282,8 +1282,8 @@ def pack_weights(b, packed):
 def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None, int activation=0,
                  residual=None):
     """c := activation(op(a) @ op(b) + bias) + residual by the kernels' own product; `packed`: b from `pack_weights`, slices then
-    of a multiple of PANEL_COLUMNS columns, and b may be None. b may be of half precision (bfloat16 as uint16) where a and c are of
-    float32. residual: as c, a matrix. Else as `matmul`."""
+    of a multiple of PANEL_COLUMNS columns, and b may be None. b may be of half precision (bfloat16 as uint16) where a and c are
+    of float32. residual: as c, a matrix. Else as `matmul`."""
     cdef Product s
     cdef fmha_array added
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)

@@ -138,13 +138,14 @@ static inline int FMHA_NAME(natural_scores)(const fmha_problem *p)
 
 /* The online softmax of some groups of queries over keys [low, high) of a tile, even numbers: P^T into `to` as second operand, peak
  * and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers of 2, the
- * peak a whole number, so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s
- * and is not packed. `pairs` of keys at a time. Returns whether some row shrinks. */
+ * peak their largest, so that the weight that outweighs the others is 1 and loses nothing as it is rounded; of two parts a whole number,
+ * so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s and is not packed.
+ * `pairs` of keys at a time. Returns whether some row shrinks. */
 static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
     const int parts, const int groups, const int pairs, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries,
     REAL factor, REAL *s, uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
 {
-    const int of = groups;
+    const int of = groups, whole = !natural && parts > 1;
     VEC best[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);
     IVEC moved = v_truth(gone != gone);
     {
@@ -157,8 +158,8 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
             }
         EACH(i) {
             VEC before = v_load(peak + i * LANES);
-            if (!natural) {
-                best[i] = best[i] * factors;
+            if (!natural) best[i] = best[i] * factors;
+            if (whole) {
 #ifdef v_round_up
                 best[i] = v_round_up(best[i]);
 #else
@@ -170,7 +171,7 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
             moved |= ~v_equal(before, best[i]);
             v_store(peak + i * LANES, best[i]);
             shift[i] = v_select(v_equal(best[i], gone), v_splat(0), best[i]);
-            if (!natural) least[i] = (shift[i] + v_splat(POWER_LOW)) / factors;
+            if (whole) least[i] = (shift[i] + v_splat(POWER_LOW)) / factors;
             power[i] = natural ? (before - shift[i]) * factors : before - shift[i];
         }
         FMHA_NAME(powers)(2, n, power);
@@ -189,10 +190,11 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
                 const REAL *at = s + (k + 2 * (i / of)) * queries + i % of * LANES;
                 even[i] = v_load(at);
                 odd[i] = v_load(at + queries);
-                if (natural) even[i] = (even[i] - shift[i % of]) * factors;
-                if (natural) odd[i] = (odd[i] - shift[i % of]) * factors;
+                if (whole) continue;
+                even[i] = natural ? (even[i] - shift[i % of]) * factors : even[i] * factors - shift[i % of];
+                odd[i] = natural ? (odd[i] - shift[i % of]) * factors : odd[i] * factors - shift[i % of];
             }
-            if (natural) {
+            if (!whole) {
                 FMHA_NAME(powers)(parts, n, even);
                 FMHA_NAME(powers)(parts, n, odd);
             } else {
@@ -258,6 +260,7 @@ static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(r
         if (natural && kept) moved |= SOFTMAX(2, 1, 1, 1, 1);
         else if (natural && weights->parts == 1) moved |= SOFTMAX(1, 1, 4, 1, 0);
         else if (natural) moved |= SOFTMAX(2, 1, 4, 1, 0);
+        else if (kept && weights->parts == 1) moved |= SOFTMAX(1, 1, 1, 0, 1);
         else if (kept) moved |= SOFTMAX(2, 1, 1, 0, 1);
         else if (weights->parts == 1) moved |= SOFTMAX(1, 1, 4, 0, 0);
         else moved |= SOFTMAX(2, 1, 4, 0, 0);
