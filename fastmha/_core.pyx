@@ -820,11 +820,11 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return
-    if weights is None and c.p.parts > 0 and kernels.matrix_forward != NULL:
+    c.weights = pointer(weights, True) if weights is not None else NULL
+    if c.p.parts > 0 and kernels.matrix_forward != NULL:
         matrix_forward(&c, kernels, items, problem.itemsize, threads)
         return
     cdef fmha_task task = kernels.tiled_forward if weights is None else kernels.tiled_weights
-    c.weights = pointer(weights, True) if weights is not None else NULL
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if weights is None else kernels.weights_scratch(&c.p)
     scratch = scratch_for(size * problem.itemsize, items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
@@ -836,7 +836,7 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
 cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t items, ptrdiff_t size, int threads) except -1:
     cdef fmha_cut rows = c.cut
     cdef Scratch shared = Scratch(kernels.matrix_shared(&c.p), 1)
-    cdef Scratch scratch = scratch_for(kernels.matrix_scratch(&c.p) * size, items, threads)
+    cdef Scratch scratch = scratch_for(kernels.matrix_scratch(&c.p, c.weights != NULL) * size, items, threads)
     c.shared, c.scratch, c.scratch_size = shared.start, scratch.start, scratch.size
     c.cut = kernels.matrix_cut(&c.p)
     with nogil:
@@ -926,7 +926,7 @@ def tiled_scratch(Problem problem, bint backward, bint split):
     if problem.c.parts > 0 and kernels.matrix_forward != NULL:
         if backward:
             return kernels.gradient_scratch(&problem.c, mode) * problem.itemsize, kernels.gradient_shared(&problem.c)
-        return kernels.matrix_scratch(&problem.c) * problem.itemsize, kernels.matrix_shared(&problem.c)
+        return kernels.matrix_scratch(&problem.c, False) * problem.itemsize, kernels.matrix_shared(&problem.c)
     if backward:
         return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, 0
@@ -1282,8 +1282,8 @@ def pack_weights(b, packed):
 def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads, packed=None, int activation=0,
                  residual=None):
     """c := activation(op(a) @ op(b) + bias) + residual by the kernels' own product; `packed`: b from `pack_weights`, slices then
-    of a multiple of PANEL_COLUMNS columns, and b may be None. b may be of half precision (bfloat16 as uint16) where a and c are of
-    float32. residual: as c, a matrix. Else as `matmul`."""
+    of a multiple of PANEL_COLUMNS columns, and b may be None. b may be of half precision (bfloat16 as uint16) where a and c are
+    of float32. residual: as c, a matrix. Else as `matmul`."""
     cdef Product s
     cdef fmha_array added
     cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)

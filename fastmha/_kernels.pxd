@@ -121,7 +121,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*matrix_shared)(const fmha_problem *) noexcept nogil
         fmha_cut (*matrix_cut)(const fmha_problem *) noexcept nogil
         void (*matrix_forward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*matrix_scratch)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*matrix_scratch)(const fmha_problem *, int) noexcept nogil
         void (*gradient_pack_keys)(void *, ptrdiff_t, int) noexcept nogil
         void (*gradient_pack_rows)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_shared)(const fmha_problem *) noexcept nogil

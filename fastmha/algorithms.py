@@ -133,7 +133,7 @@ def _blas_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, 
 
 
 def _tiled_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: np.ndarray | None, threads: int) -> None:
-    problem.parts = 0 if weights is not None else parts_of(problem)
+    problem.parts = parts_of(problem)
     _core.tiled_forward(problem, out, lse, weights, threads)
 
 

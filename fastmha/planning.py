@@ -103,8 +103,8 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     wanted: not at masks, the batch size, threads or values.
     """
     _, H, Hkv, Lq, Lk, D, _ = problem.shape
-    rows, on_tiles = Lq * (H // Hkv if Hkv else 0), not weights and parts_of(problem) > 0
-    if on_tiles and algorithm == AUTO:
+    rows = Lq * (H // Hkv if Hkv else 0)
+    if algorithm == AUTO and parts_of(problem) > 0:
         return TILED.name, ON_TILES
     return choose_for(rows, Lk, D * problem.itemsize, algorithm, backward, weights)
 

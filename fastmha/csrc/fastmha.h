@@ -205,7 +205,7 @@ typedef struct {
     ptrdiff_t (*matrix_shared)(const fmha_problem *p);
     fmha_cut (*matrix_cut)(const fmha_problem *p);
     void (*matrix_forward)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*matrix_scratch)(const fmha_problem *p);
+    ptrdiff_t (*matrix_scratch)(const fmha_problem *p, int weights);
     /* Backward: keys and values, then blocks of rows are packed, into gradient_shared bytes. */
     void (*gradient_pack_keys)(void *context, ptrdiff_t item, int worker);
     void (*gradient_pack_rows)(void *context, ptrdiff_t item, int worker);

@@ -314,21 +314,26 @@ static ptrdiff_t FMHA_NAME(weights_scratch)(const fmha_problem *p)
     return FMHA_NAME(weights_layout)(p, NULL, &unused);
 }
 
-/* weights[r, j0 : j0 + n] <- column r of probabilities^T (n, queries), zeros at the other keys. */
-static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t n, const REAL *s)
+/* weights[r, j0 : j0 + n] <- column r of probabilities^T (n, queries), zeros at the other keys: of the rows wanted, a bit each. */
+static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t n, const REAL *s, uint64_t wanted)
 {
     const fmha_problem *p = &run->p;
     for (ptrdiff_t q = 0; q < block->rows; q += LANES) {
         REAL *row[LANES];
-        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, k = 0;
+        ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, k = 0, some = 0;
         for (ptrdiff_t l = 0; l < rows; l++) {
+            if (!(wanted >> (q + l) & 1)) {
+                row[l] = NULL;
+                continue;
+            }
+            some++;
             REAL *to = (REAL *)run->weights + ((block->b * p->H + block->head[q + l]) * p->Lq + block->query[q + l]) * p->Lk;
             FMHA_NAME(fill)(block->j0, to, 0);
             FMHA_NAME(fill)(p->Lk - block->j1, to + block->j1, 0);
             row[l] = to + block->j0;
         }
 #if HAVE_TRANSPOSE
-        for (; rows == LANES && k + LANES <= n; k += LANES) {
+        for (; some == LANES && k + LANES <= n; k += LANES) {
             VEC part[LANES];
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(s + (k + l) * block->queries + q);
@@ -338,64 +343,71 @@ static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) 
         }
 #endif
         for (; k < n; k++)
-            for (ptrdiff_t l = 0; l < rows; l++) row[l][k] = s[k * block->queries + q + l];
+            for (ptrdiff_t l = 0; l < rows; l++)
+                if (row[l]) row[l][k] = s[k * block->queries + q + l];
     }
 }
 
-/* As tiled_forward, with the weights (B, H, Lq, Lk) written out: the softmax runs over all keys of a block at once. */
-static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t index, int worker)
+/* As forward_rows, with the weights (B, H, Lq, Lk) written out: the softmax runs over all keys of a block at once. */
+static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, REAL *scratch, uint64_t wanted)
 {
-    const fmha_run *run = context;
     const fmha_problem *p = &run->p;
-    FMHA_NAME(rows) block;
     FMHA_NAME(begin_item)(p);
-    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    ptrdiff_t queries = block.queries, value_width = block.value_width, ldk, ldv, ld;
-    ptrdiff_t j0 = block.j0, n = block.j1 - block.j0;
+    ptrdiff_t queries = block->queries, value_width = block->value_width, ldk, ldv, ld;
+    ptrdiff_t j0 = block->j0, n = block->j1 - block->j0;
     FMHA_NAME(forward_memory) m;
-    FMHA_NAME(weights_layout)(p, FMHA_NAME(scratch_of)(run, worker), &m);
+    FMHA_NAME(weights_layout)(p, scratch, &m);
     REAL *s = m.scores, *out = m.out, *peak = m.peak, *total = m.total, *lift = m.lift;
-    const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block.b, block.hkv, j0, n, p->D, m.converted, &ldk);
-    if (!FMHA_NAME(pack_queries)(p, &block, m.packed, lift)) lift = NULL;
-    FMHA_NAME(begin_rows)(p, &block, peak, total);
-    int touched = FMHA_NAME(touched)(p, &block, j0, n);
+    const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j0, n, p->D, m.converted, &ldk);
+    if (!FMHA_NAME(pack_queries)(p, block, m.packed, lift)) lift = NULL;
+    FMHA_NAME(begin_rows)(p, block, peak, total);
+    int touched = FMHA_NAME(touched)(p, block, j0, n);
     for (ptrdiff_t j = 0; j < n && !fmha_pool_stopped(); j += TILE_KEYS) {
         ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
         for (ptrdiff_t v = 0; v < queries / LANES; v++) {
-            block.low[v] = 0;
-            block.high[v] = part;
+            block->low[v] = 0;
+            block->high[v] = part;
         }
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(tile_scores)(p, &block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * queries);
-        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, &block, j0 + j, s + j * queries, NULL);
+        FMHA_NAME(tile_scores)(p, block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * queries);
+        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j0 + j, s + j * queries, NULL);
     }
-    FMHA_NAME(softmax_block)(&block, 0, n, s, peak, total, m.shrink);
+    FMHA_NAME(softmax_block)(block, 0, n, s, peak, total, m.shrink);
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0);
         for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN */
             VEC e = v_load(s + k * queries + q);
             v_store(s + k * queries + q, v_select(v_equal(e, zero), zero, e * inverse));
         }
-        block.low[q / LANES] = 0;
-        block.high[q / LANES] = n;
+        block->low[q / LANES] = 0;
+        block->high[q / LANES] = n;
     }
-    if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, &block, j0, s, NULL);
-    FMHA_NAME(write_weights)(run, &block, n, s);
-    const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block.b, block.hkv, j0, n, p->Dv, m.converted, &ldv);
+    if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j0, s, NULL);
+    FMHA_NAME(write_weights)(run, block, n, s, wanted);
+    const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j0, n, p->Dv, m.converted, &ldv);
     for (int careful = 0; careful < 2; careful++) {
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), m.copy, &ld);
-        FMHA_NAME(product_columns_add)(block.rows, value_width, n, s, queries, rows, ld, out, value_width);
-        if (careful && touched) FMHA_NAME(tile_nonfinite)(p, &block, j0, n, s, values, ldv, p->Dv, out, value_width);
-        if (FMHA_NAME(all_finite)(block.rows, p->Dv, out, value_width)) break;
+        FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, queries, rows, ld, out, value_width);
+        if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
+        if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;
     }
     uint64_t tiny = 0;
-    for (ptrdiff_t r = 0; r < block.rows; r++) {
-        memcpy(FMHA_NAME(out_row)(run, &block, r, &m), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
-        FMHA_NAME(write_lse)(run, &block, r, peak[r], total[r]);
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!(wanted >> r & 1)) continue;
+        memcpy(FMHA_NAME(out_row)(run, block, r, &m), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
+        FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         if (FMHA_NAME(tiny_row)(p->Dv, out + r * value_width) && total[r] != 0) tiny |= (uint64_t)1 << r;
     }
-    if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &m);
-    FMHA_NAME(round_rows)(run, item.b, item.h, item.i0, item.rows, m.result, ALL_ROWS);
+    if (tiny) FMHA_NAME(tiny_rows)(run, block, tiny, &m);
+    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m.result, wanted);
+}
+
+static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    FMHA_NAME(rows) block;
+    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    FMHA_NAME(weights_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }

@@ -123,10 +123,10 @@ static ptrdiff_t FMHA_NAME(matrix_layout)(const fmha_problem *p, REAL *memory, F
 }
 
 /* Behind it, that of forward.inc.h for the rows that are left to it. */
-static ptrdiff_t FMHA_NAME(matrix_scratch)(const fmha_problem *p)
+static ptrdiff_t FMHA_NAME(matrix_scratch)(const fmha_problem *p, int weights)
 {
     FMHA_NAME(matrix_memory) unused;
-    return FMHA_NAME(matrix_layout)(p, NULL, &unused) + FMHA_NAME(forward_scratch)(p);
+    return FMHA_NAME(matrix_layout)(p, NULL, &unused) + (weights ? FMHA_NAME(weights_scratch)(p) : FMHA_NAME(forward_scratch)(p));
 }
 
 /* Where the scores are what is masked, and natural logarithms of the weights up to a shift; else they are products of q and k, and
@@ -138,13 +138,14 @@ static inline int FMHA_NAME(natural_scores)(const fmha_problem *p)
 
 /* The online softmax of some groups of queries over keys [low, high) of a tile, even numbers: P^T into `to` as second operand, peak
  * and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers of 2, the
- * peak a whole number, so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s
- * and is not packed. `pairs` of keys at a time. Returns whether some row shrinks. */
+ * peak their largest, so that the weight that outweighs the others is 1 and loses nothing as it is rounded; of two parts a whole number,
+ * so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s and is not packed.
+ * `pairs` of keys at a time. Returns whether some row shrinks. */
 static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
     const int parts, const int groups, const int pairs, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries,
     REAL factor, REAL *s, uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
 {
-    const int of = groups;
+    const int of = groups, whole = !natural && parts > 1;
     VEC best[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);
     IVEC moved = v_truth(gone != gone);
     {
@@ -157,8 +158,8 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
             }
         EACH(i) {
             VEC before = v_load(peak + i * LANES);
-            if (!natural) {
-                best[i] = best[i] * factors;
+            if (!natural) best[i] = best[i] * factors;
+            if (whole) {
 #ifdef v_round_up
                 best[i] = v_round_up(best[i]);
 #else
@@ -170,7 +171,7 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
             moved |= ~v_equal(before, best[i]);
             v_store(peak + i * LANES, best[i]);
             shift[i] = v_select(v_equal(best[i], gone), v_splat(0), best[i]);
-            if (!natural) least[i] = (shift[i] + v_splat(POWER_LOW)) / factors;
+            if (whole) least[i] = (shift[i] + v_splat(POWER_LOW)) / factors;
             power[i] = natural ? (before - shift[i]) * factors : before - shift[i];
         }
         FMHA_NAME(powers)(2, n, power);
@@ -189,10 +190,11 @@ static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
                 const REAL *at = s + (k + 2 * (i / of)) * queries + i % of * LANES;
                 even[i] = v_load(at);
                 odd[i] = v_load(at + queries);
-                if (natural) even[i] = (even[i] - shift[i % of]) * factors;
-                if (natural) odd[i] = (odd[i] - shift[i % of]) * factors;
+                if (whole) continue;
+                even[i] = natural ? (even[i] - shift[i % of]) * factors : even[i] * factors - shift[i % of];
+                odd[i] = natural ? (odd[i] - shift[i % of]) * factors : odd[i] * factors - shift[i % of];
             }
-            if (natural) {
+            if (!whole) {
                 FMHA_NAME(powers)(parts, n, even);
                 FMHA_NAME(powers)(parts, n, odd);
             } else {
@@ -258,6 +260,7 @@ static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(r
         if (natural && kept) moved |= SOFTMAX(2, 1, 1, 1, 1);
         else if (natural && weights->parts == 1) moved |= SOFTMAX(1, 1, 4, 1, 0);
         else if (natural) moved |= SOFTMAX(2, 1, 4, 1, 0);
+        else if (kept && weights->parts == 1) moved |= SOFTMAX(1, 1, 1, 0, 1);
         else if (kept) moved |= SOFTMAX(2, 1, 1, 0, 1);
         else if (weights->parts == 1) moved |= SOFTMAX(1, 1, 4, 0, 0);
         else moved |= SOFTMAX(2, 1, 4, 0, 0);
@@ -294,15 +297,50 @@ static uint64_t FMHA_NAME(odd_rows)(const fmha_problem *p, const FMHA_NAME(rows)
     return rows;
 }
 
+/* Of a block, the keys [j, j + n) of the chunk that begins at `start`: `whole` tiles of them, scored and masked; banded: not all groups
+ * of queries attend all. */
+typedef struct {
+    FMHA_NAME(matrix_chunk) chunk;
+    ptrdiff_t start, j, n, whole;
+    int banded;
+} FMHA_NAME(matrix_part);
+
+/* part->start says which; returns whether one of the keys is attended, and then there are scores. */
+static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, FMHA_NAME(matrix_part) *part)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t start = part->start, queries = block->queries, depth = (p->D + TILE_TERMS - 1) / TILE_TERMS;
+    /* Keys before j0 are left out, by whole tiles. */
+    const ptrdiff_t j = start < block->j0 ? block->j0 / TILE_TERMS * TILE_TERMS : start;
+    const ptrdiff_t n = (block->j1 < start + MATRIX_KEYS ? block->j1 : start + MATRIX_KEYS) - j, whole = ROUND_UP(n, TILE_TERMS);
+    REAL *s = m->scores;
+    part->j = j;
+    part->n = n;
+    part->whole = whole;
+    int touched = FMHA_NAME(touched)(p, block, j, n);
+    if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return 0;
+    FMHA_NAME(chunk_at)(run, block->b, block->hkv, start / MATRIX_KEYS, &part->chunk);
+    FMHA_NAME(operand) keys = part->chunk.keys;
+    keys.tiles += (j - start) / TILE_ROWS * keys.step * TILE_SIZE;
+    /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
+    FMHA_NAME(tile_product)(0, whole / TILE_ROWS, queries / TILE_ROWS, depth, &keys, &m->q, s, queries);
+    if (FMHA_NAME(natural_scores)(p))
+        for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
+    for (ptrdiff_t e = n * queries; e < ROUND_UP(n, 2) * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
+    part->banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP) || n < whole;
+    if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j, s, NULL);
+    return 1;
+}
+
 /* One block against all its keys, into m's sums, peaks and totals. Returns the rows that tiles cannot do: a bit each. */
 static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m)
 {
     const fmha_problem *p = &run->p;
     const int natural = FMHA_NAME(natural_scores)(p), kept = p->dropout.factor != 0;
     const REAL factor = (REAL)(natural ? LOG2_E : p->scale * LOG2_E);
-    const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS, depth = (p->D + TILE_TERMS - 1) / TILE_TERMS;
-    const ptrdiff_t value_rows = (p->Dv + TILE_ROWS - 1) / TILE_ROWS;
+    const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS, value_rows = (p->Dv + TILE_ROWS - 1) / TILE_ROWS;
     REAL *s = m->scores, *out = m->out;
+    FMHA_NAME(matrix_part) part;
     uint64_t odd = FMHA_NAME(matrix_queries)(p, block, &m->q);
     for (ptrdiff_t q = 0; q < queries; q++) {
         REAL sink = q < block->rows ? FMHA_NAME(sink)(p, block->head[q]) : NEGATIVE_INFINITY;
@@ -310,28 +348,15 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         m->total[q] = sink == NEGATIVE_INFINITY ? 0 : natural ? 1 : exp2f(sink * LOG2_E - m->peak[q]);
     }
     int begun = 0;
-    for (ptrdiff_t start = block->j0 / MATRIX_KEYS * MATRIX_KEYS; start < block->j1 && !fmha_pool_stopped(); start += MATRIX_KEYS) {
-        FMHA_NAME(matrix_chunk) chunk;
-        /* Keys before j0 are left out, by whole tiles. */
-        ptrdiff_t j = start < block->j0 ? block->j0 / TILE_TERMS * TILE_TERMS : start, skip = j - start;
-        ptrdiff_t n = (block->j1 < start + MATRIX_KEYS ? block->j1 : start + MATRIX_KEYS) - j, whole = ROUND_UP(n, TILE_TERMS);
-        int touched = FMHA_NAME(touched)(p, block, j, n);
-        if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
-        FMHA_NAME(chunk_at)(run, block->b, block->hkv, start / MATRIX_KEYS, &chunk);
-        if (*chunk.some_odd) odd |= FMHA_NAME(odd_rows)(p, block, j, n, chunk.odd + skip);
-        FMHA_NAME(operand) keys = chunk.keys, values = chunk.values;
-        keys.tiles += skip / TILE_ROWS * keys.step * TILE_SIZE;
-        values.tiles += skip / TILE_TERMS * TILE_SIZE;
-        /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
-        FMHA_NAME(tile_product)(0, whole / TILE_ROWS, groups, depth, &keys, &m->q, s, queries);
-        if (natural)
-            for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
-        for (ptrdiff_t e = n * queries; e < ROUND_UP(n, 2) * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
-        int banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
-        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j, s, NULL);
-        int moved = FMHA_NAME(matrix_softmax)(block, banded || n < whole, natural, kept, whole, factor, m);
+    for (part.start = block->j0 / MATRIX_KEYS * MATRIX_KEYS; part.start < block->j1 && !fmha_pool_stopped(); part.start += MATRIX_KEYS) {
+        if (!FMHA_NAME(matrix_scores)(run, block, m, &part)) continue;
+        const FMHA_NAME(matrix_chunk) *chunk = &part.chunk;
+        if (*chunk->some_odd) odd |= FMHA_NAME(odd_rows)(p, block, part.j, part.n, chunk->odd + (part.j - part.start));
+        FMHA_NAME(operand) values = chunk->values;
+        values.tiles += (part.j - part.start) / TILE_TERMS * TILE_SIZE;
+        int moved = FMHA_NAME(matrix_softmax)(block, part.banded, natural, kept, part.whole, factor, m);
         if (kept) {
-            FMHA_NAME(drop_tile)(p, block, j, s, NULL);
+            FMHA_NAME(drop_tile)(p, block, part.j, s, NULL);
             for (ptrdiff_t g = 0; g < groups; g++)
                 FMHA_NAME(pack_weights)(m->weights.parts, block->low[g], ROUND_UP(block->high[g], 2), queries, s + g * TILE_ROWS,
                                         (uint16_t *)m->weights.tiles + g * m->weights.step * TILE_SIZE, m->weights.plane);
@@ -339,7 +364,7 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
         for (ptrdiff_t d = 0; begun && moved && d < value_rows * TILE_ROWS; d++)
             for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(out + d * queries + q, v_load(out + d * queries + q) * v_load(m->shrink + q));
-        FMHA_NAME(tile_product)(begun, value_rows, groups, whole / TILE_TERMS, &values, &m->weights, out, queries);
+        FMHA_NAME(tile_product)(begun, value_rows, groups, part.whole / TILE_TERMS, &values, &m->weights, out, queries);
         begun = 1;
     }
     if (!begun) memset(out, 0, (size_t)(value_rows * TILE_ROWS * queries) * sizeof(REAL));
@@ -347,6 +372,57 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         if (!(m->total[r] < FAR_SCORE) || (m->peak[r] != NEGATIVE_INFINITY && !natural && !(m->peak[r] < FAR_SCORE && m->peak[r] > -FAR_SCORE)))
             odd |= (uint64_t)1 << r;
     return odd;
+}
+
+/* weights[r, j : j + n] <- inverse * column r of s (n, queries). */
+static void FMHA_NAME(write_weight_tile)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, const REAL *s,
+                                         const REAL *inverse)
+{
+    const fmha_problem *p = &run->p;
+    for (ptrdiff_t q = 0; q < block->rows; q += TILE_ROWS)
+        for (ptrdiff_t k = 0; k < n; k += TILE_ROWS) {
+            VEC row[TILE_ROWS], zero = v_splat(0), factor = v_load(inverse + q);
+#pragma GCC unroll 16
+            for (int l = 0; l < TILE_ROWS; l++) {
+                VEC e = k + l < n ? v_load(s + (k + l) * block->queries + q) : zero;
+                row[l] = v_select(v_equal(e, zero), zero, e * factor);      /* 0 also in rows with a NaN */
+            }
+            FMHA_NAME(transpose_words)((void *)row);
+            for (ptrdiff_t l = 0; l < TILE_ROWS && q + l < block->rows; l++) {
+                ptrdiff_t of_row = (block->b * p->H + block->head[q + l]) * p->Lq + block->query[q + l];
+                v_store_n((REAL *)run->weights + of_row * p->Lk + j + k, row[l], n - k);
+            }
+        }
+}
+
+/* The block's rows of the weights, from its queries, and from the peaks and totals that matrix_block has left: scores once more. */
+static void FMHA_NAME(matrix_write_weights)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m)
+{
+    const fmha_problem *p = &run->p;
+    const int natural = FMHA_NAME(natural_scores)(p);
+    const REAL factor = (REAL)(natural ? LOG2_E : p->scale * LOG2_E);
+    const ptrdiff_t queries = block->queries;
+    REAL total[BLOCK_ROWS], inverse[BLOCK_ROWS] = {0}, *s = m->scores;
+    FMHA_NAME(matrix_part) part;
+    memcpy(total, m->total, (size_t)queries * sizeof(REAL));
+    for (ptrdiff_t q = 0; q < queries; q++) inverse[q] = total[q] == 0 ? 0 : 1 / total[q];
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = (REAL *)run->weights + ((block->b * p->H + block->head[r]) * p->Lq + block->query[r]) * p->Lk;
+        FMHA_NAME(fill)(block->j0, to, 0);
+        FMHA_NAME(fill)(p->Lk - block->j1, to + block->j1, 0);
+    }
+    for (part.start = block->j0 / MATRIX_KEYS * MATRIX_KEYS; part.start < block->j1 && !fmha_pool_stopped(); part.start += MATRIX_KEYS) {
+        if (FMHA_NAME(matrix_scores)(run, block, m, &part)) {
+            FMHA_NAME(matrix_softmax)(block, 1, natural, 1, part.whole, factor, m);
+            for (ptrdiff_t g = 0; g < queries / TILE_ROWS; g++)
+                for (ptrdiff_t k = 0; k < part.n; k++)
+                    if (k < block->low[g] || k >= block->high[g]) v_store(s + k * queries + g * TILE_ROWS, v_splat(0));
+            if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, part.j, s, NULL);
+        } else memset(s, 0, (size_t)(part.n * queries) * sizeof(REAL));
+        const ptrdiff_t skip = part.j < block->j0 ? block->j0 - part.j : 0;
+        FMHA_NAME(write_weight_tile)(run, block, part.j + skip, part.n - skip, s + skip * queries, inverse);
+    }
+    memcpy(m->total, total, (size_t)queries * sizeof(REAL));
 }
 
 /* The block's rows of out and lse, but those that are odd. Returns these, and those found to be tiny: a bit each. */
@@ -391,7 +467,9 @@ static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t index, int worker
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
     FMHA_NAME(t_configure)();
     uint64_t odd = FMHA_NAME(matrix_block)(run, &block, &m);
+    if (run->weights) FMHA_NAME(matrix_write_weights)(run, &block, &m);
     t_release();
     odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd);
-    if (odd) FMHA_NAME(forward_rows)(run, &item, &block, scratch + used, odd);
+    if (odd && run->weights) FMHA_NAME(weights_rows)(run, &item, &block, scratch + used, odd);
+    else if (odd) FMHA_NAME(forward_rows)(run, &item, &block, scratch + used, odd);
 }

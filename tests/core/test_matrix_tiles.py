@@ -13,7 +13,7 @@ from support import TILE_ISAS, Guard, assert_same, guards, in_float64, padded, r
 from test_fences import instructions
 
 import fastmha
-from fastmha import _core, precision, reference, validate
+from fastmha import _core, algorithms, precision, reference, validate
 
 bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 KINDS = {"bfloat16": (bfloat16, None, 3e-2), "float16": (np.float16, None, 3e-3), "high": (np.float32, "high", 1e-4),
@@ -227,6 +227,60 @@ def test_peaked_scores(tiles, kind, spread):
     slack = unit * (np.abs(q64) @ np.swapaxes(np.abs(k64), 2, 3)).max() / np.sqrt(32)
     wanted = np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1)) + scores.max(-1)
     assert np.abs(lse - wanted).max() <= 2 * slack + 1e-3
+
+
+# -------------------------------------------------------------------------------------------------------- the weights
+
+
+def weighted(kind, q, k, v, num_threads=1, on_tiles=True, **rules):
+    """out, lse and the weights."""
+    problem = validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules, precision=KINDS[kind][1]))
+    assert (precision.parts_of(problem) > 0) == on_tiles
+    B, H, _, Lq, Lk, _, Dv = problem.shape
+    out, lse = np.empty((B, H, Lq, Dv), q.dtype), np.empty((B, H, Lq), np.float32)
+    weights = Guard("end").empty((B, H, Lq, Lk), np.float32)
+    weights[...] = np.nan
+    algorithms.forward("tiled", problem, out, lse, weights, num_threads)
+    return out, lse, weights
+
+
+@pytest.mark.parametrize("rule", rules_of(np.random.default_rng(0), 1, 1, 1, 1, np.float32))
+@kinds
+def test_weights_are_those_of_the_oracle_and_out_has_the_bits_that_it_has_without(tiles, kind, rule):
+    B, H, Hkv, D, Dv = 2, 4, 2, 40, 24
+    for Lq, Lk in ((75, 230), (33, 65)):
+        q, k, v, _ = operands(kind, B, H, Hkv, Lq, Lk, D, Dv)
+        rules = rules_of(np.random.default_rng(1), B, H, Lq, Lk, KINDS[kind][0])[rule]
+        out, lse, weights = results = weighted(kind, q, k, v, **rules)
+        assert_same([out, lse], attend(kind, (q, k, v, out), **rules)[:2])
+        assert_same(results, weighted(kind, q, k, v, 3, **rules))
+        arrays, given = in_float64((q, k, v), rules)
+        wanted = reference.attention_weights(*arrays[:2], **given)
+        assert np.abs(weights - wanted).max() <= KINDS[kind][2] / 2 * np.abs(wanted).max()
+        assert not weights[wanted == 0].any()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@kinds
+def test_what_is_not_finite_reaches_the_weights_of_the_rows_that_attend_it_alone(tiles, kind, poison):
+    q, k, v, _ = operands(kind, 1, 2, 1, 70, 230, 32, 32)
+    mask = np.zeros((70, 230), bool)
+    mask[:50, [3, 100]] = True
+    clean = weighted(kind, q, k, v, mask=mask)
+    bad_q, bad_k, bad_v = q.copy(), k.copy(), v.copy()
+    bad_q[0, 1, 7, 5], bad_k[:, :, 3, 1], bad_v[:, :, 100, 2] = poison, poison, poison
+    with np.errstate(all="ignore"):
+        dirty = weighted(kind, bad_q, bad_k, bad_v, mask=mask)
+        with selected("baseline" if tiles == "amx-emulated" else "avx512"):
+            by_vectors = weighted(kind, bad_q, bad_k, bad_v, on_tiles=False, mask=mask)
+    rows = np.ones((1, 2, 70), bool)
+    rows[0, 1, 7], rows[:, :, 50:] = False, False
+    for x, y in zip(clean, dirty, strict=True):
+        assert_same([x[rows]], [y[rows]])
+    for x, y in zip(by_vectors, dirty, strict=True):
+        assert_same([x[~rows]], [y[~rows]])
+    assert not np.isfinite(dirty[2][~rows]).all()
+    assert not dirty[2][:, :, :50, [3, 100]].any()
 
 
 @pytest.mark.parametrize("parts", [1, 2])

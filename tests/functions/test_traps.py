@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from support import algorithms, draw, fails, same_bits
+from support import HALVES, algorithms, draw, fails, same_bits
 
 import fastmha
 from fastmha import ConventionWarning, reference, threads, validate
@@ -137,7 +137,7 @@ BESIDE = {
         '^layout must be "BHLD" or "BLHD", got \\['),
     "module, dtype": (
         lambda: fastmha.MultiHeadAttention(8, 2, dtype=[0] * 9999), TypeError,
-        r"^dtype must be float32 or float64, got \[0, 0, .{9,80}$"),
+        r"^dtype must be float32, float64, float16 or bfloat16, got \[0, 0, .{9,80}$"),
     "module, transform_qk": (
         lambda: m.forward(X, transform_qk=[0] * 9999), TypeError,
         r"^transform_qk must be callable or None, got \[0, 0, .{9,80}$"),
@@ -223,12 +223,17 @@ def test_one_operand_of_half_precision_says_what_the_others_are(name):
               rf"^{wrong} has dtype \w+ but {right} has \w+: they must share one dtype$")
 
 
-def test_half_precision_elsewhere_says_how_to_cast():
+def test_half_precision_where_it_is_not_taken_says_how_to_cast():
     fails(lambda: fastmha.linear(Q.astype(np.float16)[0, 0], np.ones((8, 8), np.float16)), TypeError,
           r"^x must be .*got float16: cast it to float32, x\.astype\(np\.float32\); a KVCache may store float16$")
-    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    fails(lambda: fastmha.MultiHeadAttention(8, 2, rng=0).forward(X.astype(bfloat16)), TypeError,
-          r"^X must hold real numbers, got dtype bfloat16: cast it to float32, X\.astype\(np\.float32\)$")
+
+
+@pytest.mark.parametrize("half", HALVES, ids=lambda dtype: dtype.__name__)
+def test_a_module_casts_half_precision_as_any_real_numbers(half):
+    m, x = fastmha.MultiHeadAttention(8, 2, rng=0), X.astype(half)
+    assert same_bits(m.forward(x), m.forward(x.astype(np.float32)))
+    m.W_Q = np.full((8, 8), 1 / 3).astype(half)
+    assert set(m.W_Q.flat) == {np.float32(np.array(1 / 3).astype(half))}
 
 
 def test_lists_of_integers_say_how_to_cast():
