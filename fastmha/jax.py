@@ -25,18 +25,19 @@ __all__ = ["attention"]
 def attention(q: Any, k: Any, v: Any, *, layout: str = "BHLD", mask: Any = None, is_causal: bool = False, offset: Any = None,
               key_padding_lengths: Any = None, key_ranges: Any = None, window: tuple[int | None, int | None] | None = None,
               scale: float | None = None, softcap: float | None = None, sinks: Any = None, alibi: Any = None,
-              dropout: float = 0.0, seed: Any = None, algorithm: str = "auto", num_threads: int | None = None) -> Any:
+              dropout: float = 0.0, seed: Any = None, algorithm: str = "auto", num_threads: int | None = None,
+              precision: str | None = None) -> Any:
     """`fastmha.attention` on arrays of JAX.
 
     Parameters
     ----------
-    q, k, v : (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) arrays of float32 or float64
+    q, k, v : (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) arrays of float32, float64, float16 or bfloat16
         They enter without a copy.
     layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout
         As in `fastmha.attention`. What is no array is fixed when a function is traced: scale and softcap are none.
     seed : int or array of no axis, with `dropout`
         As in `fastmha.attention`; under `jax.jit` such as ``jax.random.bits(key)``.
-    algorithm, num_threads
+    algorithm, num_threads, precision
         As in `fastmha.attention`.
 
     Returns
@@ -61,7 +62,7 @@ def attention(q: Any, k: Any, v: Any, *, layout: str = "BHLD", mask: Any = None,
     (2, 8, 16, 64)
     """
     rules = Rules(None, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, None,
-                  alibi, dropout, seed)
+                  alibi, dropout, seed, precision)
     validate.scaling(scale, softcap, 1, np.dtype(np.float64))       # an array's gradient would be missed
     arrays = (jax.Array, np.ndarray)
     fixed = jax.tree.map(lambda x: None if isinstance(x, arrays) else x, rules)

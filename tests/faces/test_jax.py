@@ -41,11 +41,12 @@ def differentiable(keywords):
 
 
 @every_call
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, jnp.bfloat16], ids=lambda dtype: np.dtype(dtype).name)
 def test_the_bits_of_attention_and_of_its_gradients(keywords, dtype, operands):
     *qkv, g = (x.astype(dtype) for x in operands)
-    floats = ("mask", "sinks", "alibi")
-    keywords = {name: x.astype(dtype) if name in floats and x.dtype.kind == "f" else x for name, x in keywords.items()}
+    of_rows = np.float32 if np.dtype(dtype).itemsize == 2 else dtype
+    floats = {"mask": dtype, "sinks": of_rows, "alibi": of_rows}
+    keywords = {name: x.astype(floats[name]) if name in floats and x.dtype.kind == "f" else x for name, x in keywords.items()}
     names = differentiable(keywords)
     out, lse = fastmha.attention(*qkv, return_lse=True, **keywords)
     grads = fastmha.attention_backward(g, *qkv, out, lse, need_bias_grad="mask" in names, **keywords)
