@@ -341,7 +341,7 @@ def shard(module: MultiHeadAttention, comm: Any, *, overlap_rows: int | None = N
     ValueError
         On all ranks: if there are more ranks than heads, or the modules differ.
     TypeError
-        If module is no MultiHeadAttention.
+        If module is no MultiHeadAttention, or one of half precision.
     OtherRankError
         If another rank raised.
     ImportError
@@ -360,13 +360,15 @@ def shard(module: MultiHeadAttention, comm: Any, *, overlap_rows: int | None = N
     def checked() -> ShardedAttention:
         if not isinstance(module, MultiHeadAttention):
             raise TypeError(f"module must be a MultiHeadAttention, got {type(module).__name__}")
+        if module.dtype not in validate.FLOAT_TYPES:        # each rank's share of a sum would be rounded, and MPI knows no bfloat16
+            raise TypeError(f"module must be of float32 or float64, got one of {module.dtype}")
         rows = None if overlap_rows is None else validate.integer("overlap_rows", overlap_rows, 1)
         return ShardedAttention(module, team, rows)
 
     def alike() -> dict[str, Any]:
         digest = blake2b(digest_size=8)
         for value in module.parameters().values():
-            digest.update(np.ascontiguousarray(value).data)
+            digest.update(np.ascontiguousarray(value).view(np.uint8).data)
         return {"module": repr(module), "overlap_rows": overlap_rows, "the digest of module's parameters": digest.hexdigest()}
 
     return team.agree(checked, alike)

@@ -63,6 +63,8 @@ fails(TypeError, "state must be a dict", lambda wrong: sharded.load_state_dict([
 sharded.load_state_dict(state)
 fails(ValueError, "C has width 3", lambda wrong: sharded.project_context(X[:, :, :3] if wrong else X))
 fails(TypeError, "module must be a MultiHeadAttention, got ", lambda wrong: shard(X if wrong else whole, COMM))
+fails(TypeError, "module must be of float32 or float64, got one of float16",
+      lambda wrong: shard(fastmha.MultiHeadAttention(32, 4, dtype=np.float16, rng=0) if wrong else whole, COMM))
 works()
 
 # valid on each rank, but not the same
