@@ -4,6 +4,7 @@
 
     step        a module's step over a float32 cache, against the same step in PyTorch on preallocated tensors
     half        attention over a float16 or bfloat16 cache, against a float32 cache
+    weights     a module's step over a cache of half precision, and with weights frozen in it too, against float32
     small       what a step with an empty cache costs beyond its two products
     layout      appending to a cache and decoding over it, head-major (B, Hkv, capacity, D) as KVCache keeps it, against
                 length-major (B, capacity, Hkv, D)
@@ -27,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -288,6 +290,52 @@ def half(options: argparse.Namespace) -> Iterator[Table]:
     yield Table("Attention of one float32 query over half precision, KVCache.attend, B1: ms a call", findings, note)
 
 
+# ------------------------------------------------------------------------------ steps with weights of half precision
+
+WEIGHTS_CASES = (Decoder(1, 2048, 32, 8, 4096), Decoder(1, 2048, 16, 16, 4096))
+WEIGHTS_FLOOR = Floor(low=1.7)
+
+
+def weights_line(of: Decoder, dtypes: Sequence[str], options: argparse.Namespace) -> Finding:
+    """Of float32, then of each half precision of the cache, alone and of the weights too."""
+    o, wanted, arms, read = of.operands(), of.answer(), {}, []
+    for stored, half_too in (("float32", False), *((dtype, too) for dtype in dtypes[1:] for too in (False, True))):
+        module = fastmha.MultiHeadAttention(of.d_model, of.H, num_kv_heads=of.Hkv)
+        module.load_state_dict({name: o[name] for name in ("W_Q", "W_K", "W_V", "W_O")})
+        cache = fastmha.KVCache(of.B, of.Hkv, of.D, capacity=of.tokens + ROOM, dtype=stored)
+        cache.append(o["k"], o["v"])
+        nbytes = module.num_parameters * (2 if half_too else 4) + cache.nbytes * of.tokens // cache.capacity
+        pairs = [(module, cache), *((deepcopy(module), deepcopy(cache)) for _ in range(copies_of(nbytes) - 1))]
+
+        def step(pair: Any) -> np.ndarray:
+            module, cache = pair
+            out = module.forward(o["X"], cache=cache, is_causal=True, training=False, num_threads=options.threads)
+            cache.truncate(of.tokens)
+            return out
+
+        for pair in pairs:
+            pair[0].freeze(weights=stored if half_too else None)
+            difference, size = np.abs(step(pair) - wanted).max(), np.abs(wanted).max()
+            if not difference <= (1e-4 if stored == "float32" else 2e-2) * size:
+                raise trial.ArmsDisagreeError(f"{of.label} over {stored} is off by {difference:.1e} of {size:.1e}")
+        arms[stored if half_too or stored == "float32" else f"{stored} cache"] = pairs
+        read.append(nbytes / 1e6)
+    time.sleep(REST)
+    best = best_times({name: through(pairs, step) for name, pairs in arms.items()}, options.seconds)
+    values: dict[str, Any] = {name: 1e3 * seconds / len(arms[name]) for name, seconds in best.items()}
+    ratios = {f"{name} is": values["float32"] / values[name] for name in dtypes[1:]}
+    return Finding(of.label, {**values, **ratios, "MB": ", ".join(f"{megabytes:.3g}" for megabytes in read)}, WEIGHTS_FLOOR,
+                   tuple(ratios))
+
+
+def weights(options: argparse.Namespace) -> Iterator[Table]:
+    findings = [weights_line(of, storage_types(), options) for of in WEIGHTS_CASES]
+    title = ('One-token steps of a module in float32: over a float32 cache, over one of half precision ("cache"), with frozen '
+             "weights of half precision as well: ms a step")
+    yield Table(title, findings,
+                "Cold. Right: how many times as fast as with float32 in both; MB that a step reads, in the order of the times.")
+
+
 # ---------------------------------------------------------------------------------------------- nothing cached
 
 SMALL_FLOOR = Floor(high=15.0)
@@ -414,7 +462,7 @@ def layout(options: argparse.Namespace) -> Iterator[Table]:
 
 # ---------------------------------------------------------------------------------------------- the command
 
-SECTIONS: dict[str, Section] = {"step": step, "half": half, "small": small, "layout": layout}
+SECTIONS: dict[str, Section] = {"step": step, "half": half, "weights": weights, "small": small, "layout": layout}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

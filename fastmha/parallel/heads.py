@@ -360,7 +360,7 @@ def shard(module: MultiHeadAttention, comm: Any, *, overlap_rows: int | None = N
     def checked() -> ShardedAttention:
         if not isinstance(module, MultiHeadAttention):
             raise TypeError(f"module must be a MultiHeadAttention, got {type(module).__name__}")
-        if module.dtype not in validate.FLOAT_TYPES:        # each rank's share of a sum would be rounded, and MPI knows no bfloat16
+        if module.dtype not in validate.FLOAT_TYPES:        # each rank's share would be rounded, and MPI knows no bfloat16
             raise TypeError(f"module must be of float32 or float64, got one of {module.dtype}")
         rows = None if overlap_rows is None else validate.integer("overlap_rows", overlap_rows, 1)
         return ShardedAttention(module, team, rows)

@@ -13,7 +13,7 @@ from fastmha.study.trial import ArmsDisagreeError
 
 steps = script("benches", "steps")
 RIVALS = ["fastmha", *(["torch"] if find_spec("torch") else [])]       # ours stands in for PyTorch, which is no test's need
-SECTIONS = ["step", "half", "small", "layout"]
+SECTIONS = ["step", "half", "weights", "small", "layout"]
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def tiny(steps, monkeypatch):
     for name, value in {
         "COLD_BYTES": 40e3, "REST": 0, "TURNS": 2, "REPEATS": 1, "ROOM": 3, "HALF_CASES": ((4, 2, 16),), "HALF_KEYS": (20,),
         "LAYOUT_CASES": ((4, 2, 16),), "LAYOUT_LENGTHS": (20,), "LAYOUT_BATCHES": (1, 2),
+        "WEIGHTS_CASES": (steps.Decoder(2, 32, 4, 2, 20),),
         "DECODERS": (steps.Decoder(2, 32, 4, 2, 20),), "has": lambda package: True, "RIVAL": "fastmha",
     }.items():
         monkeypatch.setattr(steps, name, value)
@@ -78,7 +79,7 @@ def test_a_timed_step_finds_the_cache_at_the_length_it_was_given(steps, tiny):
 # ------------------------------------------------------------------------------------------------ answers
 
 @pytest.mark.parametrize("at", [0, -1])
-@pytest.mark.parametrize("section", ["step", "half", "layout"])
+@pytest.mark.parametrize("section", ["step", "half", "weights", "layout"])
 def test_a_wrong_answer_at_either_end_stops_a_section(steps, tiny, section, at, monkeypatch):
     def spoil(owner, name):
         function = getattr(owner, name)
@@ -89,8 +90,8 @@ def test_a_wrong_answer_at_either_end_stops_a_section(steps, tiny, section, at, 
             return out
         monkeypatch.setattr(owner, name, changed)
 
-    owner, name = {"step": (steps.Decoder, "answer"), "half": (fastmha.KVCache, "attend"),
-                   "layout": (fastmha, "attention")}[section]
+    owner, name = {"step": (steps.Decoder, "answer"), "half": (fastmha.KVCache, "attend"), "layout": (fastmha, "attention"),
+                   "weights": (fastmha.MultiHeadAttention, "forward")}[section]
     spoil(owner, name)
     with pytest.raises(ArmsDisagreeError, match=r" is off by "):
         steps.main(["--only", section, "--seconds", "0"])
@@ -127,10 +128,12 @@ def test_a_section_prints_its_tables_and_writes_them(steps, tiny, section, threa
     for line in lines:
         assert f"  {line['what']} " in printed
         assert all(value > 0 for name, value in line["values"].items() if isinstance(value, float) and name != "beyond")
-    floors = {"step": {1: "≥ 1.80", 2: "≥ 1.40"}[threads], "half": "≥ 1.60", "small": "≤ 15.00", "layout": None}
+    floors = {"step": {1: "≥ 1.80", 2: "≥ 1.40"}[threads], "half": "≥ 1.60", "weights": "≥ 1.70", "small": "≤ 15.00",
+              "layout": None}
     assert {line["floor"] for line in lines} == {floors[section]}
     assert all((line["met"] is None) == (line["floor"] is None) for line in lines)
-    assert [len(table["lines"]) for table in tables] == {"step": [2], "half": [1], "small": [1], "layout": [2, 2, 2]}[section]
+    lengths = {"step": [2], "half": [1], "weights": [1], "small": [1], "layout": [2, 2, 2]}
+    assert [len(table["lines"]) for table in tables] == lengths[section]
     missed = sum(line["met"] is False for line in lines)
     assert f"{missed} missed" in printed
     assert status == (1 if missed else 0)
