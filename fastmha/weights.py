@@ -141,7 +141,7 @@ def save(module: AttentionModule, file: Any, layout: str = "fastmha", prefix: st
     ----------
     module : MultiHeadAttention or SelfAttention
     file : path
-        Its name ends in ``.safetensors`` or ``.npz``. What is there is replaced.
+        Its name ends in ``.safetensors`` or ``.npz``, which holds bfloat16 as float32. What is there is replaced.
     layout : {"torch", "bert", "gpt2", "llama", "fastmha"}
         Whose names to write, as in `load`.
     prefix : str
@@ -179,6 +179,8 @@ def save(module: AttentionModule, file: Any, layout: str = "fastmha", prefix: st
     for name, tensor in form.items():
         if tensor.parameters[0] in parameters:
             array = np.concatenate([parameters[p] for p in tensor.parameters], axis=-1)
+            if path.suffix == ".npz" and array.dtype.name == "bfloat16":       # which .npy knows no name for
+                array = array.astype(np.float32)
             tensors[start + name] = np.ascontiguousarray(array.T if tensor.turned else array)
     path = Path(os.path.realpath(path))     # a link stays one
     temporary = path.with_name(f".{secrets.token_hex(8)}{path.suffix}")     # short: the longest name has room for it

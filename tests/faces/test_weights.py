@@ -14,7 +14,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from support import dtypes, normal, raises, same_bits
+from support import all_dtypes, dtypes, normal, raises, same_bits
 
 import fastmha
 from fastmha import weights
@@ -88,7 +88,7 @@ CASES = {
 cases = pytest.mark.parametrize(("layout", "kind", "names"), CASES.values(), ids=CASES)
 
 
-@dtypes
+@all_dtypes
 @endings
 @cases
 def test_round_trip(layout, kind, names, ending, dtype, tmp_path):
@@ -97,7 +97,8 @@ def test_round_trip(layout, kind, names, ending, dtype, tmp_path):
     weights.save(ours, file, layout)
     stored = read(file)
     assert sorted(stored) == sorted(names)
-    assert {x.dtype for x in stored.values()} == {np.dtype(dtype)}
+    in_file = "float32" if np.dtype(dtype).name == "bfloat16" and ending == "npz" else dtype    # NumPy's files have no bfloat16
+    assert {x.dtype for x in stored.values()} == {np.dtype(in_file)}
     assert weights.load(file, other) is other       # the layout is told from the names
     assert bits(other) == bits(ours)
     assert bits(weights.load(stored, third, layout=layout)) == bits(ours)
