@@ -278,8 +278,8 @@ def test_plan_counts_what_blas_converts_and_nothing_elsewhere(dtype, rng):
     assert f"float64 (k, v {np.dtype(dtype).name}) B 2" in str(plan)
 
 
-def test_one_name_serves_all_dtypes_in_auto(rng):
-    """The algorithm is chosen by what is computed: the same for half precision as for float32."""
+def test_one_name_serves_all_dtypes_in_auto(isa, rng):
+    """By vectors the algorithm is chosen by what is computed: the same for half precision as for float32."""
     for Lq, Lk in ((1, 5000), (70, 70), (4, 300)):
         chosen = {fastmha.plan(*draw(rng, 1, 4, 4, Lq, Lk, 64, 64, dtype)[:3]).algorithm for dtype in (np.float32, *HALVES)}
         assert len(chosen) == 1
