@@ -140,7 +140,7 @@ def _tiled_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, we
 def _tiled_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
                     grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
     whole = tiled_whole_heads(problem, threads)
-    problem.parts = 0 if problem.additive_mask is not None and states is not None else parts_of(problem)
+    problem.parts = 0 if problem.additive_mask is not None and states is not None else parts_of(problem, backward=True)
     _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, whole, threads)
 
 
@@ -149,7 +149,7 @@ def _tiled_tile(problem: Problem) -> tuple[int, int]:
 
 
 def _tiled_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
-    problem.parts = parts_of(problem)
+    problem.parts = parts_of(problem, backward)
     return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0)
 
 

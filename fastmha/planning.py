@@ -104,7 +104,7 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     """
     _, H, Hkv, Lq, Lk, D, _ = problem.shape
     rows = Lq * (H // Hkv if Hkv else 0)
-    if algorithm == AUTO and parts_of(problem) > 0:
+    if algorithm == AUTO and parts_of(problem, backward) > 0:
         return TILED.name, ON_TILES
     return choose_for(rows, Lk, D * problem.itemsize, algorithm, backward, weights)
 
@@ -260,5 +260,5 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
         bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
         shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
-        layout=layout[0], layout_reason=layout[1], products=how(problem, parts_of(problem) if record is TILED else 0),
+        layout=layout[0], layout_reason=layout[1], products=how(problem, parts_of(problem, backward) if record is TILED else 0),
     )

@@ -10,7 +10,8 @@ from fastmha._core import Problem
 from fastmha.validate import PRECISIONS
 
 _PARTS = {"highest": 0, "high": 2, "medium": 1}         # of a float32 operand
-_ROWS_LEAST, _KEYS_LEAST = 24, 32                       # query rows per key/value head, and keys, from which on tiles pay
+# query rows per key/value head, and keys, from which on tiles pay: of so many parts, forward and backward
+_LEAST = {(1, False): (24, 32), (1, True): (48, 48), (2, False): (64, 64), (2, True): (128, 128)}
 _PRODUCT_ROWS, _PRODUCT_TERMS = 16, 32                  # rows, and columns and terms, of a product from which on they pay
 _SCALE_MOST = 2.0**30                                   # of a scale that goes into exponents of base 2; and its inverse the least
 _chosen: str | None = None      # by set_precision
@@ -68,22 +69,24 @@ def resolve(precision: str | None) -> str:
     return _default
 
 
-def parts_of(problem: Problem) -> int:
-    """The bfloat16 parts of what "tiled" multiplies on matrix tiles; 0: it multiplies by vectors. By types, lengths, the scale
-    and the kernels in use alone."""
+def parts_of(problem: Problem, backward: bool = False) -> int:
+    """The bfloat16 parts of what "tiled" multiplies on matrix tiles, forward or backward; 0: it multiplies by vectors. By types,
+    lengths, the scale and the kernels in use alone."""
     if problem.is_double or not _core.has_tiles():
         return 0
     _, H, Hkv, Lq, Lk, D, Dv = problem.shape
-    if 0 in (D, Dv, Hkv) or Lq * (H // Hkv) < _ROWS_LEAST or Lk < _KEYS_LEAST:
+    if 0 in (D, Dv, Hkv):
         return 0
     if not 1 / _SCALE_MOST <= abs(problem.scale) <= _SCALE_MOST:
         return 0
     types = {problem.q.dtype.char, problem.k.dtype.char}
     if "d" in types:
         return 0
-    if "f" in types:
-        return _PARTS[resolve(problem.precision)]
-    return 2 if "e" in types else 1
+    parts = _PARTS[resolve(problem.precision)] if "f" in types else 2 if "e" in types else 1
+    if parts == 0:
+        return 0
+    rows, keys = _LEAST[parts, backward]
+    return parts if Lq * (H // Hkv) >= rows and Lk >= keys else 0
 
 
 def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:

@@ -22,7 +22,9 @@ RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 
 @pytest.fixture(params=TILE_ISAS)
-def tiles(request):
+def tiles(request, monkeypatch):
+    """Tiles from few rows and keys on, whether they pay or not."""
+    monkeypatch.setattr(precision, "_LEAST", dict.fromkeys(precision._LEAST, (24, 32)))
     with selected(request.param):
         yield request.param
 
@@ -385,10 +387,16 @@ def test_an_unknown_precision_is_an_error_that_names_it(wrong):
         fastmha.set_precision(wrong)
 
 
-def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors(tiles):
-    def parts(Lq, Lk, **rules):
-        q, k, v, _ = operands("bfloat16", 1, 1, 1, Lq, Lk, 32, 32)
-        return precision.parts_of(validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules)))
+def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors():
+    def parts(kind, Lq, Lk, backward=False, **rules):
+        q, k, v, _ = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
+        rules |= {"precision": KINDS[kind][1]}
+        return precision.parts_of(validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules)), backward)
 
-    assert parts(64, 64) == 1
-    assert parts(8, 4096) == parts(64, 8) == parts(64, 64, scale=0.0) == parts(64, 64, scale=1e20) == 0
+    with selected("amx-emulated"):
+        for kind, most in (("bfloat16", 1), ("medium", 1), ("float16", 2), ("high", 2)):
+            least = ((24, 32), (48, 48)) if most == 1 else ((64, 64), (128, 128))
+            for backward, (rows, keys) in zip((False, True), least, strict=True):
+                assert parts(kind, rows // 2, keys, backward) == most
+                assert parts(kind, rows // 2 - 1, 4096, backward) == parts(kind, 4096, keys - 1, backward) == 0
+            assert parts(kind, 256, 256, scale=0.0) == parts(kind, 256, 256, scale=1e20) == 0
