@@ -11,7 +11,7 @@ from fastmha.validate import PRECISIONS
 
 _PARTS = {"highest": 0, "high": 2, "medium": 1}         # of a float32 operand
 # query rows per key/value head, and keys, from which on tiles pay: of so many parts, forward and backward
-_LEAST = {(1, False): (24, 32), (1, True): (48, 48), (2, False): (64, 64), (2, True): (128, 128)}
+_LEAST = {(1, False): (24, 32), (1, True): (48, 48), (2, False): (64, 64), (2, True): (192, 192)}
 _PRODUCT_ROWS, _PRODUCT_TERMS = 16, 32                  # rows, and columns and terms, of a product from which on they pay
 _SCALE_MOST = 2.0**30                                   # of a scale that goes into exponents of base 2; and its inverse the least
 _chosen: str | None = None      # by set_precision

@@ -395,7 +395,7 @@ def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors():
 
     with selected("amx-emulated"):
         for kind, most in (("bfloat16", 1), ("medium", 1), ("float16", 2), ("high", 2)):
-            least = ((24, 32), (48, 48)) if most == 1 else ((64, 64), (128, 128))
+            least = ((24, 32), (48, 48)) if most == 1 else ((64, 64), (192, 192))
             for backward, (rows, keys) in zip((False, True), least, strict=True):
                 assert parts(kind, rows // 2, keys, backward) == most
                 assert parts(kind, rows // 2 - 1, 4096, backward) == parts(kind, 4096, keys - 1, backward) == 0
