@@ -25,14 +25,19 @@ except ImportError as _error:
 
 from torch import Tensor
 
-_BFLOAT16: Any
-try:
-    from ml_dtypes import bfloat16 as _BFLOAT16
-except ImportError:
-    _BFLOAT16 = None
-
 __all__ = ["patch", "scaled_dot_product_attention"]
 
+
+def _bfloat16() -> Any:
+    """NumPy's type of that name, None without the package that has it."""
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        return None
+    return bfloat16
+
+
+_BFLOAT16 = _bfloat16()
 TYPES = {torch.float32, torch.float64, torch.float16} | ({torch.bfloat16} if _BFLOAT16 else set())
 _REAL = {Tensor, torch.nn.Parameter}
 _STRIDED = torch.strided
