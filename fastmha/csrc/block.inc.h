@@ -148,6 +148,20 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
             for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
         }
 #endif
+#if HAVE_TRANSPOSE
+        if (d < width) {
+            ptrdiff_t left = width - d;
+            VEC part[LANES];
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? FMHA_NAME(stored_load_n)(type, row[l] + d * size, left) * factor : v_splat(0);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
+            FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+            for (ptrdiff_t l = 0; l < LANES; l++)
+                if (l < left) v_store(packed + (d + l) * queries + q, part[l]);
+        }
+#else
         for (ptrdiff_t left = d; left < width; left++)
             for (ptrdiff_t l = 0; l < LANES; l++)
                 packed[left * queries + q + l] = l < rows ? factor * FMHA_NAME(stored_value)(type, row[l] + left * size) : 0;
@@ -155,6 +169,7 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
             VEC part = v_load(packed + left * queries + q);
             squares[left % 4] = squares[left % 4] + part * part;
         }
+#endif
     }
     return sized ? FMHA_NAME(sum)((squares[0] + squares[1]) + (squares[2] + squares[3])) : 0;
 }
@@ -224,10 +239,11 @@ static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdif
         *ld = stride;
         return x;
     }
-    for (ptrdiff_t i = 0; i < n; i++) {
-        for (ptrdiff_t d = 0; d < width; d++) copy[i * whole + d] = finite || x[i * stride + d] - x[i * stride + d] == 0 ? x[i * stride + d] : 0;
-        for (ptrdiff_t d = width; d < whole; d++) copy[i * whole + d] = 0;
-    }
+    for (ptrdiff_t i = 0; i < n; i++)
+        for (ptrdiff_t d = 0; d < width; d += LANES) {
+            VEC value = v_load_n(x + i * stride + d, width - d, 0);
+            v_store(copy + i * whole + d, finite ? value : v_select(v_equal(value - value, v_splat(0)), value, v_splat(0)));
+        }
     *ld = whole;
     return copy;
 }

@@ -110,6 +110,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef LN2_LOW
 #undef NEGATIVE_INFINITY
 #undef LANES
+#undef LANE_NUMBERS
 #undef WIDES
 #undef WIDE
 #undef w_splat

@@ -175,7 +175,8 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
         }
         if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
     }
-    int finite = FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width);
+    /* from end to end: what fills up a row is finite where the row is */
+    int finite = FMHA_NAME(all_finite)(1, block->rows * value_width, out, 0);
     return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
 }
 
@@ -218,11 +219,12 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
     uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
-        REAL *to = FMHA_NAME(out_row)(run, block, r, m);
-        FMHA_NAME(divided_row)(p->Dv, out + r * block->value_width, total[r], to);
+        FMHA_NAME(divided_row)(p->Dv, out + r * block->value_width, total[r], FMHA_NAME(out_row)(run, block, r, m));
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
-        if (FMHA_NAME(tiny_row)(p->Dv, to) && total[r] != 0) tiny |= (uint64_t)1 << r;
     }
+    for (ptrdiff_t r = 0; r < block->rows; r++)     /* by itself: to read behind a store of a part of a vector is to wait for it */
+        if (wanted >> r & 1 && total[r] != 0 && FMHA_NAME(tiny_row)(p->Dv, FMHA_NAME(out_row)(run, block, r, m)))
+            tiny |= (uint64_t)1 << r;
     return tiny;
 }
 

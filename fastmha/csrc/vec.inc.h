@@ -211,13 +211,21 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
     do { if ((n) >= LANES) v_store(pointer, value); else FMHA_NAME(store_part)(pointer, value, n); } while (0)
 
 #if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
+/* 0, 1, 2, ...: what is made of it by whole vectors is a constant of the compiler's, what is put together lane by lane is not. */
+#if FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 16
+#define LANE_NUMBERS ((IVEC){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+#elif FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 8
+#define LANE_NUMBERS ((IVEC){0, 1, 2, 3, 4, 5, 6, 7})
+#elif FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 4
+#define LANE_NUMBERS ((IVEC){0, 1, 2, 3})
+#else
+#define LANE_NUMBERS ((IVEC){0, 1})
+#endif
+
 /* Lane l gets lane l + half, around the end. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
 {
-    IVEC from;
-#pragma GCC unroll 16
-    for (ptrdiff_t l = 0; l < LANES; l++) from[l] = (INT)((l + half) % LANES);
-    return __builtin_shuffle(value, from);
+    return __builtin_shuffle(value, (LANE_NUMBERS + i_splat(half)) & i_splat(LANES - 1));
 }
 
 static inline REAL FMHA_NAME(sum)(VEC value)
@@ -364,12 +372,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[]
 {
 #pragma GCC unroll 8
     for (ptrdiff_t size = 1; size < LANES; size *= 2) {
-        IVEC keep, take;
-#pragma GCC unroll 16
-        for (ptrdiff_t l = 0; l < LANES; l++) {
-            keep[l] = (INT)(l & size ? LANES + l - size : l);
-            take[l] = (INT)(l & size ? LANES + l : l + size);
-        }
+        /* lane l: of a, or where l & size of b, l - size; l + size of a, or l of b */
+        const IVEC second = ((LANE_NUMBERS & i_splat(size)) != 0) & i_splat(LANES - size);
+        const IVEC keep = LANE_NUMBERS + second, take = keep + i_splat(size);
 #pragma GCC unroll 16
         for (ptrdiff_t i = 0; i < LANES; i++)
             if (!(i & size)) {
@@ -386,12 +391,9 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(sums)(VEC row[])
 {
 #pragma GCC unroll 8
     for (ptrdiff_t size = LANES / 2; size; size /= 2) {
-        IVEC keep, take;
-#pragma GCC unroll 16
-        for (ptrdiff_t l = 0; l < LANES; l++) {
-            keep[l] = (INT)(l & size ? LANES + l : l);
-            take[l] = (INT)(l & size ? LANES + l - size : l + size);
-        }
+        const IVEC second = (LANE_NUMBERS & i_splat(size)) != 0;
+        const IVEC keep = LANE_NUMBERS + (second & i_splat(LANES));
+        const IVEC take = LANE_NUMBERS + i_splat(size) + (second & i_splat(LANES - 2 * size));
 #pragma GCC unroll 16
         for (ptrdiff_t i = 0; i < size; i++)
             row[i] = __builtin_shuffle(row[i], row[i + size], keep) + __builtin_shuffle(row[i], row[i + size], take);
