@@ -193,6 +193,33 @@ cdef Scratch scratch_for(ptrdiff_t size, ptrdiff_t items, int threads):
     return Scratch(size, max(1, min(threads, items)))
 
 
+cdef double least_shared = 1 << 19       # multiply-adds of a pass: fewer take less time than to call another thread
+
+
+def share_from(double terms):
+    """From how many multiply-adds on a pass of products or of attention is shared between threads; returns what it was. For tests
+    of threads on small arrays: the bits do not depend on it."""
+    global least_shared
+    before = least_shared
+    least_shared = terms
+    return before
+
+
+cdef int threads_for(int threads, double terms) noexcept:
+    """Of so many threads those that a pass of so many multiply-adds is worth."""
+    return threads if terms >= least_shared else 1
+
+
+cdef enum:
+    EXPONENTIAL_TERMS = 16      # what a score costs beside its products, in multiply-adds
+cdef double BACKWARD_TERMS = 2.5        # of a backward pass, for each of a forward pass
+
+
+cdef double attention_terms(const fmha_problem *p) noexcept:
+    """Multiply-adds of a forward pass without masks and ranges."""
+    return <double>p.B * p.H * p.Lq * p.Lk * (p.D + p.Dv + EXPONENTIAL_TERMS)
+
+
 cdef char *take(char *memory, ptrdiff_t *used, ptrdiff_t bytes) noexcept nogil:
     """The next bytes of a scratch that is laid out, whose size adds up in `used`; without memory, that size alone."""
     cdef char *at = memory + used[0] if memory != NULL else NULL
@@ -265,6 +292,28 @@ cdef inline ptrdiff_t size_of(int element, ptrdiff_t itemsize) noexcept nogil:
     return itemsize if element == FMHA_SAME else 2
 
 
+cdef void side_by_side(const fmha_problem *p, char *data, ptrdiff_t size, fmha_array *q, fmha_array *k,
+                       fmha_array *v) noexcept:
+    """Strides of heads that lie side by side in the rows (B, L, H·D + Hkv·D + Hkv·Dv) of a contiguous array; as `read_array`
+    has it, 0 where a length is 1."""
+    cdef ptrdiff_t of_q = p.H * p.D, of_k = p.Hkv * p.D, row = of_q + of_k + p.Hkv * p.Dv
+    q.data, k.data, v.data = data, data + of_q * size, data + (of_q + of_k) * size
+    q.stride[0] = k.stride[0] = v.stride[0] = p.Lq * row if p.B != 1 else 0
+    q.stride[2] = k.stride[2] = v.stride[2] = row if p.Lq != 1 else 0
+    q.stride[1] = p.D if p.H != 1 else 0
+    k.stride[1] = p.D if p.Hkv != 1 else 0
+    v.stride[1] = p.Dv if p.Hkv != 1 else 0
+    q.stride[3] = k.stride[3] = 1 if p.D != 1 else 0
+    v.stride[3] = 1 if p.Dv != 1 else 0
+
+
+cdef tuple views(rows, const fmha_problem *p):
+    """Such heads as arrays (B, heads, L, width)."""
+    cdef ptrdiff_t k0 = p.H * p.D, v0 = k0 + p.Hkv * p.D
+    return tuple([x.reshape(p.B, p.Lq, heads, width).transpose(0, 2, 1, 3) for x, heads, width in (
+        (rows[:, :, :k0], p.H, p.D), (rows[:, :, k0:v0], p.Hkv, p.D), (rows[:, :, v0:], p.Hkv, p.Dv))])
+
+
 cdef class Problem:
     """One attention after validation: shapes, element strides and rules, computed in `dtype`, float32 or float64.
 
@@ -281,16 +330,43 @@ cdef class Problem:
     cdef object keep
     cdef readonly bint is_double
     cdef readonly ptrdiff_t itemsize, element_size, stored_size         # of the computation, of q, of k
-    cdef readonly object q, k, v, dtype, bool_mask, additive_mask
+    cdef readonly object dtype, bool_mask, additive_mask
+    cdef object heads, rows     # (q, k, v); None: they lie side by side in rows, and are made once somebody asks
     cdef public str layout
     cdef public object bytes_copied, element, stored, precision
 
     def __init__(self, q, k, v, bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, double scale,
                  double softcap, sinks=None, alibi=None, draws=None):
-        self.q, self.k, self.v, self.element, self.stored = q, k, v, q.dtype, k.dtype
+        self.heads, self.element, self.stored = (q, k, v), q.dtype, k.dtype
+        self.read_queries(q)
+        self.read_keys(k, v)
+        self.read_rules((bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, scale, softcap, sinks, alibi,
+                         draws))
+
+    @staticmethod
+    def side_by_side(rows, ptrdiff_t H, ptrdiff_t Hkv, ptrdiff_t D, ptrdiff_t Dv, rules):
+        """The same of heads as a projection writes them: rows (B, L, H·D + Hkv·D + Hkv·Dv), C-contiguous, of float32 or
+        float64. rules: what `Problem` takes behind q, k and v."""
+        cdef Problem p = Problem.__new__(Problem)
+        cdef fmha_array all_of
+        cdef ptrdiff_t shape[4]
+        p.rows, p.dtype = rows, rows.dtype
+        p.element = p.stored = p.dtype
+        p.layout = "BHLD"
+        p.itemsize = p.element_size = p.stored_size = p.dtype.itemsize
+        p.is_double = p.itemsize == 8
+        p.c.element = p.c.stored = FMHA_SAME
+        read_array(rows, &all_of, shape, p.itemsize, False)
+        p.c.B, p.c.H, p.c.Hkv, p.c.Lq, p.c.Lk, p.c.D, p.c.Dv = shape[1], H, Hkv, shape[2], shape[2], D, Dv
+        side_by_side(&p.c, all_of.data, p.itemsize, &p.c.q, &p.c.k, &p.c.v)
+        p.read_rules(rules)
+        return p
+
+    cdef int read_rules(self, tuple rules) except -1:
+        """What `__init__` takes behind q, k and v."""
+        cdef double scale, softcap
+        bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, scale, softcap, sinks, alibi, draws = rules
         self.bool_mask, self.additive_mask = bool_mask, additive_mask
-        self.read_queries()
-        self.read_keys()
         self.c.bool_mask.data = self.c.additive_mask.data = NULL
         if bool_mask is not None:
             read_array(bool_mask, &self.c.bool_mask, NULL, 1, False)
@@ -316,33 +392,34 @@ cdef class Problem:
             self.c.dropout.factor = 1 / (1 - <double>probability)
             self.c.dropout.below = min(<uint64_t>(<double>probability * 4294967296 + 0.5), <uint64_t>4294967295)
         self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws)
+        return 0
 
-    cdef int read_queries(self) except -1:
+    cdef int read_queries(self, q) except -1:
         """q into the C problem, and what follows from its dtype."""
         cdef ptrdiff_t shape[4]
-        element = self.q.dtype
+        element = q.dtype
         self.c.element = element_of(element)
         self.dtype = element if self.c.element == FMHA_SAME else SINGLE
         self.itemsize = self.dtype.itemsize
         self.is_double = self.itemsize == 8
         self.element_size = size_of(self.c.element, self.itemsize)
-        read_array(self.q, &self.c.q, shape, self.element_size, False)
+        read_array(q, &self.c.q, shape, self.element_size, False)
         self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
         return 0
 
-    cdef int read_keys(self) except -1:
+    cdef int read_keys(self, k, v) except -1:
         """k and v into the C problem."""
         cdef ptrdiff_t shape[4]
-        stored = self.k.dtype
+        stored = k.dtype
         self.c.stored = FMHA_SAME
         if stored is not self.dtype and stored != self.dtype:
             self.c.stored = element_of(stored)
             if self.c.stored == FMHA_SAME:
                 self.c.stored = FMHA_OTHER
         self.stored_size = stored.itemsize
-        read_array(self.k, &self.c.k, shape, self.stored_size, False)
+        read_array(k, &self.c.k, shape, self.stored_size, False)
         self.c.Hkv, self.c.Lk = shape[1], shape[2]
-        read_array(self.v, &self.c.v, shape, self.stored_size, False)
+        read_array(v, &self.c.v, shape, self.stored_size, False)
         self.c.Dv = shape[3]
         return 0
 
@@ -350,15 +427,33 @@ cdef class Problem:
         """The same problem on other arrays of the same shapes."""
         cdef Problem other = Problem.__new__(Problem)
         other.c = self.c
-        other.q, other.k, other.v, other.keep, other.dtype = q, k, v, self.keep, self.dtype
+        other.heads, other.keep, other.dtype = (q, k, v), self.keep, self.dtype
         other.bool_mask, other.additive_mask = self.bool_mask, self.additive_mask
         other.itemsize, other.is_double, other.element_size = self.itemsize, self.is_double, self.element_size
         other.layout, other.bytes_copied = self.layout, self.bytes_copied
         other.element, other.stored, other.precision = self.element, self.stored, self.precision
         if q is not self.q:
-            other.read_queries()
-        other.read_keys()
+            other.read_queries(q)
+        other.read_keys(k, v)
         return other
+
+    cdef tuple operands(self):
+        """(q, k, v)"""
+        if self.heads is None:
+            self.heads = views(self.rows, &self.c)
+        return self.heads
+
+    @property
+    def q(self):
+        return self.operands()[0]
+
+    @property
+    def k(self):
+        return self.operands()[1]
+
+    @property
+    def v(self):
+        return self.operands()[2]
 
     def of_part(self):
         """Itself, to be told that a backward pass gets lse and out of more keys than these."""
@@ -771,6 +866,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         read_array(weights, &c.weights, NULL, c.itemsize, True)
         c.weights.stride[2] = c.p.Lk
     cdef ptrdiff_t items = fmha_items(&c.cut)
+    threads = threads_for(threads, attention_terms(&c.p))
     scratch = scratch_for(blas_layout(&c, False, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
@@ -796,6 +892,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
     if states is not None:
         c.row_states = pointer(states, True)
     cdef ptrdiff_t items = fmha_items(&c.cut)
+    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
     scratch = scratch_for(blas_layout(&c, True, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
@@ -811,26 +908,36 @@ def tiled_forward(Problem problem, out, lse, weights, int threads):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None."""
     cdef fmha_run c
+    read_results(&c, problem, lse, weights)
+    read_array(out, &c.out, NULL, problem.element_size, True)
+    run_tiled(&c, problem, threads)
+
+
+cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
+    """All of a forward run but out and what its passes set."""
+    c.p = problem.c
+    c.lse = pointer(lse, True) if lse is not None else NULL
+    c.weights = pointer(weights, True) if weights is not None else NULL
+    return 0
+
+
+cdef int run_tiled(fmha_run *c, Problem problem, int threads) except -1:
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    c.p = problem.c
     c.cut = fmha_forward_cut(&c.p)
-    read_array(out, &c.out, NULL, problem.element_size, True)
-    c.lse = pointer(lse, True) if lse is not None else NULL
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
-        return
-    c.weights = pointer(weights, True) if weights is not None else NULL
+        return 0
+    threads = threads_for(threads, attention_terms(&c.p))
     if c.p.parts > 0 and kernels.matrix_forward != NULL:
-        matrix_forward(&c, kernels, items, problem.itemsize, threads)
-        return
-    cdef fmha_task task = kernels.tiled_forward if weights is None else kernels.tiled_weights
-    cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if weights is None else kernels.weights_scratch(&c.p)
+        return matrix_forward(c, kernels, items, problem.itemsize, threads)
+    cdef fmha_task task = kernels.tiled_forward if c.weights == NULL else kernels.tiled_weights
+    cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if c.weights == NULL else kernels.weights_scratch(&c.p)
     scratch = scratch_for(size * problem.itemsize, items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
-        fmha_pool_run(task, &c, items, scratch.threads)
-    finish()
+        fmha_pool_run(task, c, items, scratch.threads)
+    return finish()
 
 
 cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t items, ptrdiff_t size, int threads) except -1:
@@ -868,6 +975,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     if states is None and whole < c.p.B * c.p.Hkv:
         between = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
         c.row_states = between.start
+    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
     if on_tiles:
@@ -947,17 +1055,19 @@ def decode_scratch(Problem problem):
 def decode_forward(Problem problem, out, lse, int threads):
     """The "decode" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) C-contiguous or None."""
     cdef fmha_run c
+    read_results(&c, problem, lse, None)
+    read_array(out, &c.out, NULL, problem.element_size, True)
+    run_decode(&c, problem, threads)
+
+
+cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     cdef Scratch scratch, chunks
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef fmha_cut merging
-    cdef ptrdiff_t size = problem.itemsize, heads, parts
-    c.p = problem.c
-    read_array(out, &c.out, NULL, problem.element_size, True)
-    c.lse = pointer(lse, True) if lse is not None else NULL
-    merging = fmha_heads_cut(&c.p)
-    heads = fmha_items(&merging)
+    cdef fmha_cut merging = fmha_heads_cut(&c.p)
+    cdef ptrdiff_t size = problem.itemsize, heads = fmha_items(&merging), parts
     if heads == 0:
-        return
+        return 0
+    threads = threads_for(threads, attention_terms(&c.p))
     c.cut = fmha_decode_cut(&c.p)
     parts = fmha_items(&c.cut)
     # one scratch for both passes, of whichever has more items: without keys there are no chunks, but heads to merge
@@ -966,10 +1076,10 @@ def decode_forward(Problem problem, out, lse, int threads):
     chunks = Scratch(parts * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
-        if fmha_pool_run(kernels.decode, &c, parts, scratch.threads):
+        if fmha_pool_run(kernels.decode, c, parts, scratch.threads):
             c.cut = merging
-            fmha_pool_run(kernels.decode_merge, &c, heads, scratch.threads)
-    finish()
+            fmha_pool_run(kernels.decode_merge, c, heads, scratch.threads)
+    return finish()
 
 
 # ------------------------------------------------------------------------------------------------------ packed sequences
@@ -1232,8 +1342,9 @@ cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     s.kernels.finish(rows, cols, c, ldc, &last)
 
 
-cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, bias, slices) except -1:
-    """All of s but alpha, beta, scratch and what of the last pass is not the bias; returns the number of items."""
+cdef int prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, bias, slices) except -1:
+    """All of s but alpha, beta, scratch, `packed` and what of the last pass is not the bias. Rows of a and c may be those of
+    (B, L) tokens: of (B, L, width), C-contiguous."""
     cdef ptrdiff_t shape[4]
     cdef ptrdiff_t slice_rows, slice_cols
     s.itemsize = c.dtype.itemsize
@@ -1241,7 +1352,7 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
     s.kernels = kernel_tables[s.is_double]
     s.trans_a, s.trans_b = trans_a, trans_b
     read_array(a, &s.a, shape, s.itemsize, False)
-    s.k = shape[2] if trans_a else shape[3]
+    s.k = shape[1] * shape[2] if trans_a else shape[3]
     s.b.data, s.b.stride[2], s.element_b = NULL, 0, FMHA_SAME
     if b is not None:
         s.element_b = element_of(b.dtype)
@@ -1251,9 +1362,30 @@ cdef ptrdiff_t prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, 
     s.last.residual, s.last.ld, s.last.activation = NULL, 0, 0
     slice_rows, slice_cols = slices
     s.by_head = c.ndim == 4
-    s.m, s.n = shape[2], shape[1] * slice_cols if s.by_head else shape[3]
-    s.cut = fmha_matrices_cut(shape[0], s.m, slice_rows, s.n, slice_cols)
-    return fmha_items(&s.cut)
+    if s.by_head:
+        s.m, s.n = shape[2], shape[1] * slice_cols
+        s.cut = fmha_matrices_cut(shape[0], s.m, slice_rows, s.n, slice_cols)
+    else:
+        s.m, s.n = shape[1] * shape[2], shape[3]
+        s.cut = fmha_matrices_cut(1, s.m, slice_rows, s.n, slice_cols)
+    return 0
+
+
+cdef int multiply(Product *s, bint by_blas, int threads) except -1:
+    """A prepared product, by BLAS or by the kernels' own."""
+    cdef ptrdiff_t items = fmha_items(&s.cut)
+    cdef Scratch scratch
+    threads = threads_for(threads, <double>s.cut.last * s.m * s.n * s.k)
+    if by_blas:
+        s.scratch = NULL
+        with nogil:
+            run(product_item, s, items, threads)
+    else:
+        scratch = scratch_for(s.kernels.gemm_scratch(s.cut.col_step) * s.itemsize, items, threads)
+        s.scratch, s.scratch_size = scratch.start, scratch.size
+        with nogil:
+            fmha_pool_run(product_item, s, items, scratch.threads)
+    return finish()
 
 
 def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias, slices, int threads):
@@ -1263,11 +1395,9 @@ def matmul(a, b, c, bint trans_a, bint trans_b, double alpha, double beta, bias,
     (B · L, heads · width) rows and columns: slices are then (rows, width).
     """
     cdef Product s
-    cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
-    s.alpha, s.beta, s.scratch = alpha, beta, NULL
-    with nogil:
-        run(product_item, &s, items, threads)
-    finish()
+    prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
+    s.alpha, s.beta = alpha, beta
+    multiply(&s, True, threads)
 
 
 def pack_weights(b, packed):
@@ -1286,18 +1416,44 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads,
     of float32. residual: as c, a matrix. Else as `matmul`."""
     cdef Product s
     cdef fmha_array added
-    cdef ptrdiff_t items = prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
-    cdef Scratch scratch
+    prepare_product(&s, a, b, c, trans_a, trans_b, bias, slices)
     s.packed = pointer(packed, False) if packed is not None else NULL
     s.last.activation = activation
     if residual is not None:
         read_array(residual, &added, NULL, s.itemsize, False)
         s.last.residual, s.last.ld = added.data, added.stride[2]
-    scratch = scratch_for(s.kernels.gemm_scratch(s.cut.col_step) * s.itemsize, items, threads)
-    s.scratch, s.scratch_size = scratch.start, scratch.size
-    with nogil:
-        fmha_pool_run(product_item, &s, items, scratch.threads)
-    finish()
+    multiply(&s, False, threads)
+
+
+cdef int project(x, weight, out, int threads) except -1:
+    """out <- x @ W (+ bias), both (B, L, width) and C-contiguous."""
+    cdef Product s
+    W, packed, bias, slices, by_blas = weight
+    prepare_product(&s, x, W, out, False, False, bias, slices)
+    s.alpha, s.beta = 1, 0
+    s.packed = pointer(packed, False) if packed is not None else NULL
+    return multiply(&s, by_blas, threads)
+
+
+def projected_forward(Problem problem, bint decode, x, first, projected, concat, lse, weights, second, out, int threads):
+    """A module's forward without the interpreter between its passes: projected <- x @ W (+ bias), concat <- the attention of the
+    heads that lie side by side in it, by "tiled" or "decode", out <- concat @ W (+ bias).
+
+    x, projected, concat and out (B, L, width) C-contiguous, problem that of `projected`, lse and weights as `tiled_forward` has
+    them. first, second: (W, W from `pack_weights` or None, bias or None, slices, whether by BLAS), as `matmul` and
+    `matmul_tiled` take them.
+    """
+    cdef fmha_run c
+    cdef ptrdiff_t row = problem.c.H * problem.c.Dv
+    project(x, first, projected, threads)
+    read_results(&c, problem, lse, weights)
+    c.out.data = pointer(concat, True)
+    c.out.stride[0], c.out.stride[1], c.out.stride[2], c.out.stride[3] = problem.c.Lq * row, problem.c.Dv, row, 1
+    if decode:
+        run_decode(&c, problem, threads)
+    else:
+        run_tiled(&c, problem, threads)
+    project(concat, second, out, threads)
 
 
 ctypedef struct TileProduct:

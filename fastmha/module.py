@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from fastmha import algorithms, threads, validate
-from fastmha._core import Problem
-from fastmha.algorithms import BY_BLAS, Packed, product_by_blas
+from fastmha._core import Problem, fused_multiply_add, projected_forward
+from fastmha.algorithms import AUTO, BY_BLAS, DECODE, TILED, Packed, own_slices, product_by_blas, product_slices
 from fastmha.cache import KVCache, step
 from fastmha.cached import converted
-from fastmha.planning import Plan, choose, choose_layout, make_plan
-from fastmha.precision import parts_of_product
-from fastmha.validate import Rules
+from fastmha.planning import Plan, choose, choose_for, choose_layout, make_plan
+from fastmha.precision import parts_of_product, resolve
+from fastmha.validate import FLOAT_TYPES, Rules
 
 # what is projected together from X alone, from X and a context, from X, keys and values: by the number of arrays
 _TOGETHER = ((), ("QKV",), ("Q", "KV"), ("Q", "K", "V"))
@@ -38,6 +37,7 @@ _BIASES: dict[bool | str, tuple[str, ...]] = {
     False: (), True: ("b_Q", "b_K", "b_V", "b_O"), "qkv": ("b_Q", "b_K", "b_V"), "out": ("b_O",)}
 _HALF = ("bfloat16", "float16")     # what weights may be frozen as
 _MOST_BYTES = 2**47     # of one array: what a process can address
+_MOST_KNOWN = 256       # shapes of forwards whose passes a module remembers
 
 
 class Parameter:
@@ -66,8 +66,7 @@ class Gradient:
         raise AttributeError(f"grad_{self.name} is written by backward and cannot be assigned")
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """What one training forward leaves for backward."""
 
     sources: tuple[np.ndarray, ...]     # (X,), or with a context (X, C) or (X, keys, values): (B, L, width)
@@ -78,6 +77,14 @@ class _Kept:
     weights: np.ndarray | None
     transform_qk: Callable | None
     positions: np.ndarray | None        # (B, L)
+
+
+class _Passes(NamedTuple):
+    """A forward from X alone as one call of the core: by "decode" or "tiled"; of each product the slices, and whether by BLAS."""
+
+    decode: bool
+    first: tuple[tuple[int, int], bool]
+    second: tuple[tuple[int, int], bool]
 
 
 _NOTHING_KEPT = "backward needs a forward with training=True (and without a cache) before it"
@@ -93,6 +100,7 @@ class AttentionModule:
     b_Q, b_K, b_V, b_O = Parameter(), Parameter(), Parameter(), Parameter()
     grad_W_Q, grad_W_K, grad_W_V, grad_W_O = Gradient(), Gradient(), Gradient(), Gradient()
     grad_b_Q, grad_b_K, grad_b_V, grad_b_O = Gradient(), Gradient(), Gradient(), Gradient()
+    _one_by_one = False         # whether a subclass has steps of its own between those of a forward
 
     def __init__(self, d_model: int, H: int, Hkv: int, D: int, Dv: int, d_out: int, use_bias: bool | str, dtype: Any,
                  layout: str, algorithm: str, rng: Any, kdim: int | None = None, vdim: int | None = None,
@@ -123,6 +131,7 @@ class AttentionModule:
         # by name as in `_arrays`: weights as products of many rows read them, and what products take in their place
         self._packed: dict[str, Packed] = {}
         self._in_half: dict[str, np.ndarray] = {}
+        self._known: dict[tuple[Any, ...], _Passes | None] = {}
         self.grad_context: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None
         self.grad_sinks: np.ndarray | None = None
         self.grad_mask: np.ndarray | None = None
@@ -281,13 +290,13 @@ class AttentionModule:
     def __getstate__(self) -> dict[str, Any]:
         # what a forward kept belongs to this object alone, the order of packed weights to this machine
         in_half = next((W.dtype.name for W in self._in_half.values()), None)
-        return {**self.__dict__, "_kept": None, "_packed": {}, "_in_half": in_half}
+        return {**self.__dict__, "_kept": None, "_packed": {}, "_known": {}, "_in_half": in_half}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         in_half = state.get("_in_half")
         self.__dict__.update({"_W_context": {}, "_kdim": state["d_model"], "_vdim": state["d_model"], "grad_sinks": None,
                               "grad_mask": None, "precision": None, "_computed": state["dtype"], **state,
-                              "_packed": {}, "_in_half": {}})       # pickles of before have not all of these
+                              "_packed": {}, "_known": {}, "_in_half": {}})       # pickles of before have not all of these
         self._columns = self._side_by_side()
         for name in ("_W_in", "_W_out", "_b_in", "_b_out"):     # pickles may bring memory that can never be writable
             array = getattr(self, name)
@@ -387,6 +396,10 @@ class AttentionModule:
         workers = threads.resolve(rules.num_threads)
         if cache is not None:
             return self._forward_cached(X, cache, rules, need_weights, training, workers, transform_qk)
+        if context is None and transform_qk is None:
+            passes = self._passes(X.shape[0], X.shape[1], need_weights, workers)
+            if passes is not None:
+                return self._forward_at_once(X, passes, rules, need_weights, training, workers)
         stored = context if isinstance(context, KVCache) else None
         given = () if context is None or stored is not None else self._context("context", context)
         if context is None and self._W_context:
@@ -422,6 +435,60 @@ class AttentionModule:
         if training and lse is not None:
             self._kept = (_CONTEXT_KEEPS_NOTHING if stored is not None else
                           _Kept(sources, problem, projected, concat, lse, weights, transform_qk, positions))
+        return (out, weights) if need_weights else out
+
+    def _passes(self, B: int, L: int, weights: bool, workers: int) -> _Passes | None:
+        """How a forward from X (B, L, d_model) alone is one call of the core; None where it is not."""
+        if self.dtype not in FLOAT_TYPES or (self.dtype is FLOAT_TYPES[0] and resolve(self.precision) != "highest"):
+            return None
+        key = B, L, weights, workers, fused_multiply_add(), not self._in_half
+        try:
+            return self._known[key]
+        except KeyError:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known = {}
+            passes = self._known[key] = self._find_passes(B, L, weights, workers)
+            return passes
+
+    def _find_passes(self, B: int, L: int, weights: bool, workers: int) -> _Passes | None:
+        columns, widest = self._columns["QKV"].stop, max(self._columns["QKV"].stop, self._d_out, self._H * self._Dv)
+        if (self._one_by_one or self._W_context or self.algorithm not in (AUTO, TILED.name) or B * L == 0
+                or L > validate.LARGEST or B * L * widest * self.dtype.itemsize > _MOST_BYTES or self._layout(L)[0] != "strided"):
+            return None
+        name, _ = choose_for(L * (self._H // self._Hkv), L, self._D * self.dtype.itemsize, self.algorithm, weights=weights)
+        if name not in (TILED.name, DECODE.name):
+            return None
+        by_blas = [product_by_blas(B * L) and validate.bits(self._held(held)).dtype.itemsize != 2 for held in ("W_in", "W_out")]
+        sizes = (columns, self.d_model), (self._d_out, self._H * self._Dv)
+        first, second = ((product_slices(B * L, n) if blas else own_slices(B * L, n, k, workers), blas)
+                         for (n, k), blas in zip(sizes, by_blas))
+        return _Passes(name == DECODE.name, first, second)
+
+    def _held(self, held: str) -> np.ndarray:
+        """The fused matrix "W_in" or "W_out" as products take it."""
+        return self._in_half.get(held, self._W_in if held == "W_in" else self._W_out)
+
+    def _weight(self, held: str, bias: np.ndarray | None, cut: tuple[tuple[int, int], bool]) -> tuple[Any, ...]:
+        """A fused matrix with all that one product of the core takes."""
+        packed = self._packed.get(held)
+        return validate.bits(self._held(held)), None if packed is None else packed.panels, bias, *cut
+
+    def _forward_at_once(self, X: np.ndarray, passes: _Passes, rules: Rules, need_weights: bool, training: bool,
+                         workers: int) -> Any:
+        """`_forward` from X alone, with the bits of its single steps."""
+        B, L, _ = X.shape
+        H, D, Dv, dtype = self._H, self._D, self._Dv, self.dtype
+        projected = np.empty((B, L, self._columns["QKV"].stop), dtype)
+        checked, copied = validate.checked_rules(rules, B, H, L, L, D, dtype)
+        problem = Problem.side_by_side(projected, H, self._Hkv, D, Dv, checked)
+        problem.bytes_copied, problem.precision = copied, self.precision
+        concat, out = np.empty((B, L, H * Dv), dtype), np.empty((B, L, self._d_out), dtype)
+        lse = np.empty((B, H, L), dtype) if training else None
+        weights = np.empty((B, H, L, L), dtype) if need_weights else None
+        projected_forward(problem, passes.decode, X, self._weight("W_in", self._b_in, passes.first), projected, concat, lse,
+                          weights, self._weight("W_out", self._b_out, passes.second), out, workers)
+        if lse is not None:
+            self._kept = _Kept((X,), problem, (projected,), concat, lse, weights, None, None)
         return (out, weights) if need_weights else out
 
     def _problem(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, rules: Rules) -> Problem:

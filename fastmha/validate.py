@@ -349,8 +349,6 @@ def heads(name: str, x: Any, layout: str, half: bool = False) -> np.ndarray:
 
 def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RULES, values: bool = True) -> Problem:
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
-    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, *last = rules
-    dropout, seed, precision = last
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
     q, k, v = heads("q", q, layout, True), heads("k", k, layout, True), heads("v", v, layout, True)
@@ -359,7 +357,6 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         mixed_dtypes(element, k, v)
     if element not in FLOAT_TYPES or stored not in FLOAT_TYPES:
         q, k, v = bits(q), bits(k), bits(v)
-    dtype = computed(element)
     head_axis, length_axis = _HEAD_AXIS[layout], _LENGTH_AXIS[layout]
     if layout == "BLHD":
         q, k, v = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -387,7 +384,21 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     copied = copied_k = copied_v = 0
     if not (_core.in_place(q) and _core.in_place(k) and _core.in_place(v)):
         (q, copied), (k, copied_k), (v, copied_v) = usable(q), usable(k), usable(v)
-    bool_mask = additive_mask = None
+    checked, copied_mask = checked_rules(rules, B, H, Lq, Lk, D, element, values)
+    problem = Problem(q, k, v, *checked)
+    problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v + copied_mask
+    problem.element, problem.stored = element, stored
+    problem.precision = precision_name(rules.precision)
+    return problem
+
+
+def checked_rules(rules: Rules, B: int, H: int, Lq: int, Lk: int, D: int, element: np.dtype,
+                  values: bool = True) -> tuple[tuple[Any, ...], int]:
+    """What a `Problem` takes behind q, k and v for such queries, and the bytes of a mask that were copied; with `values` also
+    look at those of a mask."""
+    mask, is_causal, offset, key_padding_lengths, window, scale, softcap, _, _, key_ranges, sinks, alibi, dropout, seed, _ = rules
+    bool_mask = additive_mask = left = right = places = starts = lengths = draws = None
+    copied = 0
     if mask is not None:
         mask = bits(_mask(mask, element, (B, H, Lq, Lk)))
         if mask.dtype == np.bool_:
@@ -399,10 +410,10 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
             additive_mask = mask
         else:
             additive_mask = mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in mask.strides)].copy()
-            copied += additive_mask.nbytes
+            copied = additive_mask.nbytes
             additive_mask = np.broadcast_to(additive_mask, mask.shape)
-    left, right = band(is_causal, window)
-    places = draws = None
+    if is_causal is not False or window is not None:
+        left, right = band(is_causal, window)
     if sinks is not None:
         sinks = of_heads("sinks", sinks, H, element)
     if alibi is not None:
@@ -414,17 +425,12 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
             raise ValueError(f"offset is given ({short(offset)}) but none of is_causal, window and alibi, which it would shift")
     else:
         places = offsets(offset, B, Lq, Lk)
-    starts = lengths = None
     if key_padding_lengths is not None:
         lengths = batch_lengths("key_padding_lengths", key_padding_lengths, B, Lk, "Lk")
     if key_ranges is not None:
         starts, lengths = _within(lengths, *ranges(key_ranges, B, Lk, "Lk"))
-    factor, cap = scaling(scale, softcap, D, dtype)
-    problem = Problem(q, k, v, bool_mask, additive_mask, places, starts, lengths, left, right, factor, cap, sinks, alibi, draws)
-    problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v
-    problem.element, problem.stored = element, stored
-    problem.precision = precision_name(precision)
-    return problem
+    factor, cap = scaling(scale, softcap, D, element)
+    return (bool_mask, additive_mask, places, starts, lengths, left, right, factor, cap, sinks, alibi, draws), copied
 
 
 def mixed_dtypes(of_q: np.dtype, k: np.ndarray, v: np.ndarray) -> None:
@@ -460,12 +466,13 @@ def drawing(dropout: Any, seed: Any) -> tuple[float, int, int, int, int, int] | 
     return (float(dropout), number, 0, 0, 0, 0) if float(dropout) > 0 else None
 
 
-def scaling(scale: Any, softcap: Any, D: int, dtype: np.dtype) -> tuple[float, float]:
-    """The factor of the products, and the softcap or 0 for none."""
+def scaling(scale: Any, softcap: Any, D: int, element: np.dtype) -> tuple[float, float]:
+    """The factor of the products of operands of a dtype, and the softcap or 0 for none."""
     if scale is None:
         scale = 1 / math.sqrt(D) if D else 1.0
     else:
         given, scale = scale, number("scale", "a finite number or None", scale, -math.inf)
+        dtype = computed(element)
         if abs(scale) > float(np.finfo(dtype).max):
             raise ValueError(f"scale must be a finite number or None, got {short(given)}, which is beyond {dtype}")
     if softcap is None:

@@ -9,6 +9,10 @@ pytest.register_assert_rewrite("support")
 
 from support import isa, rng  # noqa: E402, F401
 
+from fastmha import _core  # noqa: E402
+
+_core.share_from(0)     # small arrays, too, are shared between threads here; test_threads.py has the default
+
 
 def pytest_addoption(parser):
     parser.addoption("--one-in", type=int, default=1, metavar="N",

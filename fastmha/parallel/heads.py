@@ -33,6 +33,8 @@ _OWN_KEYWORDS = ("cache", "transform_qk", "num_threads")
 class _Share(MultiHeadAttention):
     """A rank's heads. Its `forward` returns the sum of the shares of all ranks."""
 
+    _one_by_one = True
+
     def __init__(self, whole: MultiHeadAttention, cut: HeadCut, team: Team, overlap_rows: int | None) -> None:
         super().__init__(whole.d_model, cut.heads.stop - cut.heads.start, num_kv_heads=cut.kv_heads.stop - cut.kv_heads.start,
                          head_dim=whole.head_dim, use_bias=whole.use_bias, kdim=whole.kdim, vdim=whole.vdim, dtype=whole.dtype,

@@ -103,6 +103,7 @@ def test_an_invalid_variable_of_ours_is_named(monkeypatch, value):
 WORKERS = """
     import numpy as np, fastmha
     from fastmha import _core
+    _core.share_from(0)
     x = np.ones((4, 4, 8, 8), np.float32)
     def workers(**keywords):
         fastmha.attention(x, x, x, **keywords)
@@ -127,6 +128,20 @@ def test_as_many_threads_work_as_were_asked_for(tmp_path, environment, steps, ex
     """The caller is one of them; the pool has the others."""
     code = textwrap.dedent(WORKERS) + f"steps = ({steps},)\nprint(steps[-1])"
     assert in_a_process(code, tmp_path, **environment) == f"{expected}\n"
+
+
+@on_linux
+@pytest.mark.parametrize(("d_model", "L", "workers"), [(64, 10, 0), (64, 200, 1)])
+def test_a_call_of_little_work_stays_in_its_thread(tmp_path, d_model, L, workers):
+    code = f"""
+        import numpy as np, fastmha
+        m = fastmha.MultiHeadAttention({d_model}, 8, rng=0)
+        X = np.ones((2, {L}, {d_model}), np.float32)
+        m.backward(m.forward(X, num_threads=2), num_threads=2)
+        m.forward(X[:, :1], cache=fastmha.KVCache(2, 8, {d_model} // 8), num_threads=2)
+        print(fastmha._core.pool_workers())
+    """
+    assert in_a_process(code, tmp_path) == f"{workers}\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
@@ -183,6 +198,7 @@ def test_import_starts_no_thread_and_changes_no_setting_of_blas(tmp_path):
         environment, before, blas = dict(os.environ), count(), setting()
         import fastmha
         from fastmha import _core
+        _core.share_from(0)
         m = fastmha.MultiHeadAttention(8, 2)
         assert count() == before, (before, count())
         assert setting() == blas
@@ -201,6 +217,7 @@ def test_import_starts_no_thread_and_changes_no_setting_of_blas(tmp_path):
 def test_a_process_with_a_live_pool_ends(tmp_path, ending):
     code = f"""
         import sys, numpy as np, fastmha
+        fastmha._core.share_from(0)
         m = fastmha.MultiHeadAttention(32, 4)
         X = np.ones((4, 16, 32), np.float32)
         m.backward(m.forward(X, num_threads=3))
@@ -221,6 +238,7 @@ def test_workers_are_joined_at_exit_and_later_calls_are_serial(tmp_path):
         atexit.register(last)
         import fastmha
         from fastmha import _core
+        _core.share_from(0)
         x = np.random.default_rng(0).standard_normal((2, 4, 8, 8))
         expected = fastmha.attention(x, x, x, num_threads=3)
         print(_core.pool_workers())
@@ -533,6 +551,8 @@ FORKED = """
     import numpy as np, fastmha
     from fastmha import _core, threads
 
+    _core.share_from(0)
+
     warnings.filterwarnings("ignore", category=DeprecationWarning)   # Python 3.12: fork of a process with threads
     m = fastmha.MultiHeadAttention(32, 4, num_kv_heads=2, use_bias=True, rng=0)
     X = np.random.default_rng(1).standard_normal((4, 24, 32), dtype=np.float32)
@@ -577,6 +597,7 @@ def test_a_forked_child_starts_its_own_workers_and_ends_well(tmp_path):
 def test_a_child_forked_before_the_first_call_works(tmp_path):
     code = """
         import os, sys, numpy as np, fastmha
+        fastmha._core.share_from(0)
         x = np.ones((2, 4, 8, 8), np.float32)
         process = os.fork()
         out = fastmha.attention(x, x, x, num_threads=2)

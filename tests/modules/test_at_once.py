@@ -1,0 +1,173 @@
+"""A module's forward in one call of the core, against its single steps."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import support
+
+import fastmha
+from fastmha import _core
+
+SHAPES = ((1, 1), (1, 2), (2, 10), (3, 17), (2, 70), (1, 300), (5, 1))
+MODULES = {
+    "plain": {},
+    "biases": {"use_bias": True},
+    "b_O": {"use_bias": "out"},
+    "b_Q, b_K, b_V": {"use_bias": "qkv"},
+    "groups": {"num_kv_heads": 2, "use_bias": True},
+    "one group": {"num_kv_heads": 1},
+    "wide heads": {"head_dim": 40, "num_kv_heads": 2},
+    "odd heads": {"head_dim": 5},
+    "strided": {"layout": "strided"},
+    "contiguous": {"layout": "contiguous"},
+    "tiled": {"algorithm": "tiled"},
+    "blas": {"algorithm": "blas"},
+}
+
+
+def rules(B, L, dtype):
+    """Keywords of forward by name; what is drawn is the same in every call."""
+    rng = np.random.default_rng(1)
+    return {
+        "none": {},
+        "causal": {"is_causal": True},
+        "shifted window": {"window": (3, 1), "offset": 2},
+        "boolean mask": {"mask": rng.random((B, 1, L, L)) < 0.3},
+        "additive mask": {"mask": rng.standard_normal((L, L)).astype(dtype)},
+        "lengths": {"key_padding_lengths": rng.integers(0, L + 1, B)},
+        "ranges": {"key_ranges": (rng.integers(0, L // 2 + 1, B), None), "is_causal": True},
+        "softcap, sinks, alibi": {
+            "softcap": 2.0, "sinks": np.linspace(-1, 1, 4).astype(dtype), "alibi": np.linspace(0, 1, 4).astype(dtype)},
+        "dropout": {"dropout": 0.3, "seed": 5},
+    }  # fmt: skip
+
+
+def pair(dtype=np.float32, d_model=24, **keywords):
+    """Two modules of the same numbers, of which the second takes its steps one by one."""
+    m = fastmha.MultiHeadAttention(d_model, 4, dtype=dtype, rng=0, **keywords)
+    for bias in (m.b_Q, m.b_K, m.b_V, m.b_O):
+        if bias is not None:
+            bias[...] = np.linspace(-1, 1, bias.size)
+    stepwise = copy.deepcopy(m)
+    stepwise._one_by_one = True
+    return m, stepwise
+
+
+def assert_same(one, other):
+    for x, y in zip(one, other, strict=True):
+        np.testing.assert_array_equal(x, y, strict=True)
+
+
+def everything(m, X, training, **keywords):
+    """Output, weights where they are asked for, what is kept, and the gradients."""
+    out = m.forward(X, training=training, **keywords)
+    results = list(out) if isinstance(out, tuple) else [out]
+    if training:
+        results += m.intermediates.values()
+        if not m._frozen:
+            results += [m.backward(results[0]), *m.gradients().values()]
+    return results
+
+
+@support.all_isas
+@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_one_call_has_the_bits_of_single_steps(isa, kind, dtype):
+    m, stepwise = pair(dtype, **MODULES[kind])
+    for B, L in SHAPES:
+        X = np.random.default_rng(L).standard_normal((B, L, 24)).astype(dtype)
+        for training in (False, True):
+            for num_threads in (1, 3):
+                call = {"training": training, "num_threads": num_threads}
+                assert_same(everything(m, X, **call), everything(stepwise, X, **call))
+                call["need_weights"] = True
+                assert_same(everything(m, X, **call), everything(stepwise, X, **call))
+
+
+@support.every_isa
+@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("rule", rules(1, 1, np.float32))
+def test_one_call_has_the_bits_of_single_steps_under_every_rule(isa, rule, dtype):
+    m, stepwise = pair(dtype, num_kv_heads=2, use_bias=True)
+    for B, L in ((2, 10), (3, 1), (1, 90)):
+        X = np.random.default_rng(L).standard_normal((B, L, 24)).astype(dtype)
+        for training in (False, True):
+            call = {"training": training, "num_threads": 2, **rules(B, L, dtype)[rule]}
+            assert_same(everything(m, X, **call), everything(stepwise, X, **call))
+
+
+@support.all_isas
+@pytest.mark.parametrize("weights", [None, "float16", "unpacked"])
+def test_one_call_has_the_bits_of_single_steps_with_frozen_weights(isa, weights):
+    m, stepwise = pair(use_bias=True, d_model=64)
+    X = np.random.default_rng(0).standard_normal((2, 33, 64), dtype=np.float32)
+    before = m.forward(X, training=False)
+    for each in (m, stepwise):
+        each.freeze(weights if weights != "unpacked" else None)
+        if weights == "unpacked":
+            each._packed = {}
+    for L in (1, 2, 33):
+        assert_same([m.forward(X[:, :L], training=False)], [stepwise.forward(X[:, :L], training=False)])
+        assert_same([m.forward(X[:1, :L], training=False)], [stepwise.forward(X[:1, :L], training=False)])
+    m.unfreeze()
+    assert_same([m.forward(X, training=False)], [before])
+
+
+@support.every_isa
+def test_one_call_has_the_bits_of_single_steps_with_two_widths_of_heads(isa):
+    m = fastmha.SelfAttention(24, 5, 11, 7, rng=0)
+    stepwise = copy.deepcopy(m)
+    stepwise._one_by_one = True
+    for L in (1, 9, 80):
+        X = np.random.default_rng(L).standard_normal((2, L, 24), dtype=np.float32)
+        for training in (False, True):
+            call = {"training": training, "is_causal": True, "need_weights": True}
+            assert_same(everything(m, X, **call), everything(stepwise, X, **call))
+
+
+def test_a_plain_forward_is_one_call_of_the_core(monkeypatch):
+    """Or the tests above would compare single steps with themselves."""
+    calls = []
+    run = _core.projected_forward
+    monkeypatch.setattr("fastmha.module.projected_forward", lambda *operands: (calls.append(1), run(*operands)))
+    m, stepwise = pair()
+    X = np.ones((2, 3, 24), np.float32)
+    for each in (m, stepwise):
+        each.forward(X, is_causal=True)
+        each.forward(X[:, :1], training=False)
+    assert len(calls) == (2 if _core.fused_multiply_add() else 0)
+
+
+def test_a_changed_precision_or_instruction_set_is_seen_by_the_next_call():
+    m, _ = pair(d_model=64)
+    X = np.random.default_rng(0).standard_normal((2, 40, 64), dtype=np.float32)
+    for isa in support.ISAS:
+        with support.selected(isa):
+            for precision in ("highest", "medium", "highest"):
+                fastmha.set_precision(precision)
+                try:
+                    fresh, _ = pair(d_model=64)
+                    assert_same([m.forward(X, training=False)], [fresh.forward(X, training=False)])
+                finally:
+                    fastmha.set_precision(None)
+
+
+def test_what_is_remembered_of_shapes_stays_small_and_out_of_pickles():
+    m, _ = pair()
+    X = np.ones((1, 700, 24), np.float32)
+    for L in range(1, 700):
+        m.forward(X[:, :L], training=False)
+    assert 0 < len(m._known) <= 256
+    assert not pickle.loads(pickle.dumps(m))._known
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_after_an_error_the_kept_forward_is_the_one_before(training):
+    m, _ = pair()
+    X = np.ones((2, 3, 24), np.float32)
+    grad = m.backward(m.forward(X))
+    with pytest.raises(ValueError, match="mask of shape"):
+        m.forward(X, mask=np.zeros((5, 5), bool), training=training)
+    np.testing.assert_array_equal(m.backward(m.forward(X, training=False)), grad)
