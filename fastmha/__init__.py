@@ -5,7 +5,7 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     multihead.py  selfattention.py      the modules: thin faces of
             \\        /
             module.py                   fused parameters, forward, backward
-             |    \\
+             |    \\  at_once.py       where one call of the core is a whole forward, backward or step
              |    cache.py              KVCache: what a caller sees of the keys and values of past tokens
              |     |    \\
              |    cached.py \\           the attention of the newest queries over them; the step of a module

@@ -8,6 +8,7 @@ _Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 _Operands: TypeAlias = _Floats | npt.NDArray[np.float16] | npt.NDArray[np.uint16]       # the last: bits of bfloat16
 _Bools: TypeAlias = npt.NDArray[np.bool_]
 _Integers: TypeAlias = npt.NDArray[np.int64]
+_Cut: TypeAlias = tuple[tuple[int, int], bool]          # slices, whether by BLAS
 _Weight: TypeAlias = tuple[_Operands, _Floats | None, _Floats | None, tuple[int, int], bool]   # W, packed, bias, slices, by BLAS
 
 PANEL_COLUMNS: int
@@ -45,7 +46,10 @@ class Problem:
     # compiled class tells no more
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     @staticmethod
-    def side_by_side(rows: _Floats, H: int, Hkv: int, D: int, Dv: int, rules: tuple[Any, ...]) -> Problem: ...
+    def side_by_side(
+        rows: _Floats, H: int, Hkv: int, D: int, Dv: int, rules: tuple[Any, ...],
+        cached: tuple[_Floats, _Floats, int] | None = None,
+    ) -> Problem: ...
     def with_heads(self, q: _Operands, k: _Operands, v: _Operands) -> Problem: ...
     @property
     def is_double(self) -> bool: ...
@@ -111,6 +115,15 @@ def tiled_forward(
 def projected_forward(
     problem: Problem, decode: bool, x: _Floats, first: _Weight, projected: _Floats, concat: _Floats, lse: _Floats | None,
     weights: _Floats | None, second: _Weight, out: _Floats, threads: int,
+) -> None: ...
+def projected_step(
+    problem: Problem, decode: bool, x: _Floats, first: _Weight, projected: _Floats, concat: _Floats, weights: _Floats | None,
+    second: _Weight, out: _Floats, threads: int,
+) -> None: ...
+def projected_backward(
+    problem: Problem, x: _Floats, W_in: _Floats, concat: _Floats, lse: _Floats, W_out: _Floats, grad_out: _Floats,
+    grad_concat: _Floats, grad_projected: _Floats, grad_x: _Floats, grad_W_in: _Floats, grad_W_out: _Floats,
+    cuts: tuple[_Cut, _Cut, _Cut, _Cut], whole: int, threads: int,
 ) -> None: ...
 def tiled_backward(
     problem: Problem, out: _Operands, lse: _Floats, grad_out: _Operands, grad_q: _Operands, grad_k: _Operands, grad_v: _Operands,

@@ -307,11 +307,12 @@ cdef void side_by_side(const fmha_problem *p, char *data, ptrdiff_t size, fmha_a
     v.stride[3] = 1 if p.Dv != 1 else 0
 
 
-cdef tuple views(rows, const fmha_problem *p):
+cdef tuple views(rows, slots, const fmha_problem *p):
     """Such heads as arrays (B, heads, L, width)."""
     cdef ptrdiff_t k0 = p.H * p.D, v0 = k0 + p.Hkv * p.D
-    return tuple([x.reshape(p.B, p.Lq, heads, width).transpose(0, 2, 1, 3) for x, heads, width in (
-        (rows[:, :, :k0], p.H, p.D), (rows[:, :, k0:v0], p.Hkv, p.D), (rows[:, :, v0:], p.Hkv, p.Dv))])
+    q, k, v = [x.reshape(p.B, p.Lq, heads, width).transpose(0, 2, 1, 3) for x, heads, width in (
+        (rows[:, :, :k0], p.H, p.D), (rows[:, :, k0:v0], p.Hkv, p.D), (rows[:, :, v0:], p.Hkv, p.Dv))]
+    return (q, k, v) if slots is None else (q, slots[0][:, :, :p.Lk], slots[1][:, :, :p.Lk])
 
 
 cdef class Problem:
@@ -331,7 +332,8 @@ cdef class Problem:
     cdef readonly bint is_double
     cdef readonly ptrdiff_t itemsize, element_size, stored_size         # of the computation, of q, of k
     cdef readonly object dtype, bool_mask, additive_mask
-    cdef object heads, rows     # (q, k, v); None: they lie side by side in rows, and are made once somebody asks
+    cdef object heads           # (q, k, v); None: they are made once somebody asks, of
+    cdef object rows, slots     # what `side_by_side` takes
     cdef public str layout
     cdef public object bytes_copied, element, stored, precision
 
@@ -344,9 +346,10 @@ cdef class Problem:
                          draws))
 
     @staticmethod
-    def side_by_side(rows, ptrdiff_t H, ptrdiff_t Hkv, ptrdiff_t D, ptrdiff_t Dv, rules):
+    def side_by_side(rows, ptrdiff_t H, ptrdiff_t Hkv, ptrdiff_t D, ptrdiff_t Dv, rules, cached=None):
         """The same of heads as a projection writes them: rows (B, L, H·D + Hkv·D + Hkv·Dv), C-contiguous, of float32 or
-        float64. rules: what `Problem` takes behind q, k and v."""
+        float64. rules: what `Problem` takes behind q, k and v. cached: (k, v, Lk), of whose slots the first Lk are the keys and
+        values in place of those in the rows."""
         cdef Problem p = Problem.__new__(Problem)
         cdef fmha_array all_of
         cdef ptrdiff_t shape[4]
@@ -359,6 +362,10 @@ cdef class Problem:
         read_array(rows, &all_of, shape, p.itemsize, False)
         p.c.B, p.c.H, p.c.Hkv, p.c.Lq, p.c.Lk, p.c.D, p.c.Dv = shape[1], H, Hkv, shape[2], shape[2], D, Dv
         side_by_side(&p.c, all_of.data, p.itemsize, &p.c.q, &p.c.k, &p.c.v)
+        if cached is not None:
+            p.slots = cached
+            p.c.Lk = cached[2]
+            p.read_keys(cached[0], cached[1], p.c.Lk)
         p.read_rules(rules)
         return p
 
@@ -407,8 +414,8 @@ cdef class Problem:
         self.c.B, self.c.H, self.c.Lq, self.c.D = shape[0], shape[1], shape[2], shape[3]
         return 0
 
-    cdef int read_keys(self, k, v) except -1:
-        """k and v into the C problem."""
+    cdef int read_keys(self, k, v, ptrdiff_t length=-1) except -1:
+        """k and v, or the first `length` of each head, into the C problem."""
         cdef ptrdiff_t shape[4]
         stored = k.dtype
         self.c.stored = FMHA_SAME
@@ -418,7 +425,7 @@ cdef class Problem:
                 self.c.stored = FMHA_OTHER
         self.stored_size = stored.itemsize
         read_array(k, &self.c.k, shape, self.stored_size, False)
-        self.c.Hkv, self.c.Lk = shape[1], shape[2]
+        self.c.Hkv, self.c.Lk = shape[1], shape[2] if length < 0 else length
         read_array(v, &self.c.v, shape, self.stored_size, False)
         self.c.Dv = shape[3]
         return 0
@@ -440,7 +447,7 @@ cdef class Problem:
     cdef tuple operands(self):
         """(q, k, v)"""
         if self.heads is None:
-            self.heads = views(self.rows, &self.c)
+            self.heads = views(self.rows, self.slots, &self.c)
         return self.heads
 
     @property
@@ -961,21 +968,28 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     of rows and tiles of keys: more work, more items, the same bits.
     """
     cdef fmha_run c
-    cdef Scratch scratch, between, shared
-    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, items, own
     c.p = problem.c
-    read_array(out, &c.out, NULL, problem.element_size, False)
     c.lse = pointer(lse, False)
+    c.row_states = pointer(states, True) if states is not None else NULL
+    read_array(out, &c.out, NULL, problem.element_size, False)
     read_array(grad_out, &c.grad_out, NULL, problem.element_size, False)
     read_array(grad_q, &c.grad_q, NULL, problem.element_size, True)
     read_array(grad_k, &c.grad_k, NULL, problem.stored_size, True)
     read_array(grad_v, &c.grad_v, NULL, problem.stored_size, True)
-    c.row_states = pointer(states, True) if states is not None else NULL
-    if states is None and whole < c.p.B * c.p.Hkv:
+    run_tiled_backward(&c, problem, whole, threads)
+
+
+cdef int run_tiled_backward(fmha_run *c, Problem problem, ptrdiff_t whole, int threads) except -1:
+    cdef Scratch scratch, between, shared
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef ptrdiff_t size = problem.itemsize, items, own
+    cdef int mode
+    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
+    if threads == 1:
+        whole = c.p.B * c.p.Hkv
+    if c.row_states == NULL and whole < c.p.B * c.p.Hkv:
         between = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
         c.row_states = between.start
-    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
     if on_tiles:
@@ -983,22 +997,23 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
         c.shared = shared.start
         c.cut = kernels.matrix_cut(&c.p)
         with nogil:
-            if fmha_pool_run(kernels.gradient_pack_keys, &c, fmha_items(&c.cut), threads):
+            if fmha_pool_run(kernels.gradient_pack_keys, c, fmha_items(&c.cut), threads):
                 c.cut = fmha_forward_cut(&c.p)
-                fmha_pool_run(kernels.gradient_pack_rows, &c, fmha_items(&c.cut), threads)
+                fmha_pool_run(kernels.gradient_pack_rows, c, fmha_items(&c.cut), threads)
         finish()
     for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
         c.mode = mode
-        c.cut = fmha_backward_cut(&c.p, c.mode, whole)
+        c.cut = fmha_backward_cut(&c.p, mode, whole)
         items = fmha_items(&c.cut)
         if items == 0:
             continue
-        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, c.mode) * size
+        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode) * size
         scratch = scratch_for(own, items, threads)
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
-            fmha_pool_run(task, &c, items, scratch.threads)
+            fmha_pool_run(task, c, items, scratch.threads)
         finish()
+    return 0
 
 
 def mask_gradient(Problem problem, grad_out, states, grad_mask, int threads):
@@ -1435,6 +1450,13 @@ cdef int project(x, weight, out, int threads) except -1:
     return multiply(&s, by_blas, threads)
 
 
+cdef int read_concat(concat, fmha_array *to, const fmha_problem *p, bint writable) except -1:
+    """(B, L, H·Dv), C-contiguous, as heads."""
+    to.data = pointer(concat, writable)
+    to.stride[0], to.stride[1], to.stride[2], to.stride[3] = p.Lq * p.H * p.Dv, p.Dv, p.H * p.Dv, 1
+    return 0
+
+
 def projected_forward(Problem problem, bint decode, x, first, projected, concat, lse, weights, second, out, int threads):
     """A module's forward without the interpreter between its passes: projected <- x @ W (+ bias), concat <- the attention of the
     heads that lie side by side in it, by "tiled" or "decode", out <- concat @ W (+ bias).
@@ -1444,16 +1466,73 @@ def projected_forward(Problem problem, bint decode, x, first, projected, concat,
     `matmul_tiled` take them.
     """
     cdef fmha_run c
-    cdef ptrdiff_t row = problem.c.H * problem.c.Dv
     project(x, first, projected, threads)
     read_results(&c, problem, lse, weights)
-    c.out.data = pointer(concat, True)
-    c.out.stride[0], c.out.stride[1], c.out.stride[2], c.out.stride[3] = problem.c.Lq * row, problem.c.Dv, row, 1
+    read_concat(concat, &c.out, &c.p, True)
     if decode:
         run_decode(&c, problem, threads)
     else:
         run_tiled(&c, problem, threads)
     project(concat, second, out, threads)
+
+
+cdef void store_heads(const fmha_array *x, const fmha_array *slots, const fmha_problem *p, ptrdiff_t width,
+                      ptrdiff_t size) noexcept nogil:
+    """The last of the p.Lk slots of each head <- x (B, Hkv, Lq, width)."""
+    cdef ptrdiff_t b, h, i
+    for b in range(p.B):
+        for h in range(p.Hkv):
+            for i in range(p.Lq):
+                memcpy(head(slots, b, h, p.Lk - p.Lq + i, size), head(x, b, h, i, size), width * size)
+
+
+def projected_step(Problem problem, bint decode, x, first, projected, concat, weights, second, out, int threads):
+    """`projected_forward` over a cache: the last Lq of the problem's keys and values <- those projected, before the attention."""
+    cdef fmha_run c
+    cdef fmha_array q, k, v
+    cdef ptrdiff_t size = problem.itemsize
+    project(x, first, projected, threads)
+    read_results(&c, problem, None, weights)
+    side_by_side(&c.p, pointer(projected, False), size, &q, &k, &v)
+    with nogil:
+        store_heads(&k, &c.p.k, &c.p, c.p.D, size)
+        store_heads(&v, &c.p.v, &c.p, c.p.Dv, size)
+    read_concat(concat, &c.out, &c.p, True)
+    if decode:
+        run_decode(&c, problem, threads)
+    else:
+        run_tiled(&c, problem, threads)
+    project(concat, second, out, threads)
+
+
+cdef int multiply_rows(a, b, out, bint trans_a, bint trans_b, cut, int threads) except -1:
+    """out <- op(a) @ op(b), each a matrix or (B, L, width) and C-contiguous; cut: the slices, and whether by BLAS."""
+    cdef Product s
+    slices, by_blas = cut
+    prepare_product(&s, a, b, out, trans_a, trans_b, None, slices)
+    s.alpha, s.beta, s.packed = 1, 0, NULL
+    return multiply(&s, by_blas, threads)
+
+
+def projected_backward(Problem problem, x, W_in, concat, lse, W_out, grad_out, grad_concat, grad_projected, grad_x, grad_W_in,
+                       grad_W_out, cuts, ptrdiff_t whole, int threads):
+    """What goes back through `projected_forward`, but for biases: grad_concat <- grad_out @ W_out.T, grad_projected <- its
+    gradient by "tiled", grad_W_out <- concat.T @ grad_out, grad_W_in <- x.T @ grad_projected, grad_x <- grad_projected @ W_in.T.
+
+    cuts: of these products, in this order, the slices and whether by BLAS; whole: as `tiled_backward` has it. What has tokens is
+    (B, L, width) and C-contiguous.
+    """
+    cdef fmha_run c
+    multiply_rows(grad_out, W_out, grad_concat, False, True, cuts[0], threads)
+    c.p = problem.c
+    c.lse, c.row_states = pointer(lse, False), NULL
+    read_concat(concat, &c.out, &c.p, False)
+    read_concat(grad_concat, &c.grad_out, &c.p, False)
+    side_by_side(&c.p, pointer(grad_projected, True), problem.itemsize, &c.grad_q, &c.grad_k, &c.grad_v)
+    run_tiled_backward(&c, problem, whole, threads)
+    multiply_rows(concat, grad_out, grad_W_out, True, False, cuts[1], threads)
+    multiply_rows(x, grad_projected, grad_W_in, True, False, cuts[2], threads)
+    multiply_rows(grad_projected, W_in, grad_x, False, True, cuts[3], threads)
 
 
 ctypedef struct TileProduct:

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from fastmha import algorithms, threads, validate
-from fastmha._core import Problem, fused_multiply_add, projected_forward
-from fastmha.algorithms import AUTO, BY_BLAS, DECODE, TILED, Packed, own_slices, product_by_blas, product_slices
+from fastmha import algorithms, at_once, threads, validate
+from fastmha._core import Problem
+from fastmha.algorithms import BY_BLAS, Packed, product_by_blas
 from fastmha.cache import KVCache, step
 from fastmha.cached import converted
-from fastmha.planning import Plan, choose, choose_for, choose_layout, make_plan
-from fastmha.precision import parts_of_product, resolve
-from fastmha.validate import FLOAT_TYPES, Rules
+from fastmha.planning import Plan, choose, choose_layout, make_plan
+from fastmha.precision import parts_of_product
+from fastmha.validate import Rules
 
 # what is projected together from X alone, from X and a context, from X, keys and values: by the number of arrays
 _TOGETHER = ((), ("QKV",), ("Q", "KV"), ("Q", "K", "V"))
@@ -37,7 +37,6 @@ _BIASES: dict[bool | str, tuple[str, ...]] = {
     False: (), True: ("b_Q", "b_K", "b_V", "b_O"), "qkv": ("b_Q", "b_K", "b_V"), "out": ("b_O",)}
 _HALF = ("bfloat16", "float16")     # what weights may be frozen as
 _MOST_BYTES = 2**47     # of one array: what a process can address
-_MOST_KNOWN = 256       # shapes of forwards whose passes a module remembers
 
 
 class Parameter:
@@ -77,14 +76,6 @@ class _Kept(NamedTuple):
     weights: np.ndarray | None
     transform_qk: Callable | None
     positions: np.ndarray | None        # (B, L)
-
-
-class _Passes(NamedTuple):
-    """A forward from X alone as one call of the core: by "decode" or "tiled"; of each product the slices, and whether by BLAS."""
-
-    decode: bool
-    first: tuple[tuple[int, int], bool]
-    second: tuple[tuple[int, int], bool]
 
 
 _NOTHING_KEPT = "backward needs a forward with training=True (and without a cache) before it"
@@ -131,7 +122,7 @@ class AttentionModule:
         # by name as in `_arrays`: weights as products of many rows read them, and what products take in their place
         self._packed: dict[str, Packed] = {}
         self._in_half: dict[str, np.ndarray] = {}
-        self._known: dict[tuple[Any, ...], _Passes | None] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
         self.grad_context: np.ndarray | tuple[np.ndarray, np.ndarray] | None = None
         self.grad_sinks: np.ndarray | None = None
         self.grad_mask: np.ndarray | None = None
@@ -397,9 +388,12 @@ class AttentionModule:
         if cache is not None:
             return self._forward_cached(X, cache, rules, need_weights, training, workers, transform_qk)
         if context is None and transform_qk is None:
-            passes = self._passes(X.shape[0], X.shape[1], need_weights, workers)
-            if passes is not None:
-                return self._forward_at_once(X, passes, rules, need_weights, training, workers)
+            way = at_once.passes(self, X.shape[0], X.shape[1], need_weights, workers)
+            if way is not None:
+                done = at_once.forward(self, X, way, rules, need_weights, training, workers)
+                if done.lse is not None:
+                    self._kept = _Kept((X,), done.problem, (done.projected,), done.concat, done.lse, done.weights, None, None)
+                return (done.out, done.weights) if need_weights else done.out
         stored = context if isinstance(context, KVCache) else None
         given = () if context is None or stored is not None else self._context("context", context)
         if context is None and self._W_context:
@@ -437,60 +431,6 @@ class AttentionModule:
                           _Kept(sources, problem, projected, concat, lse, weights, transform_qk, positions))
         return (out, weights) if need_weights else out
 
-    def _passes(self, B: int, L: int, weights: bool, workers: int) -> _Passes | None:
-        """How a forward from X (B, L, d_model) alone is one call of the core; None where it is not."""
-        if self.dtype not in FLOAT_TYPES or (self.dtype is FLOAT_TYPES[0] and resolve(self.precision) != "highest"):
-            return None
-        key = B, L, weights, workers, fused_multiply_add(), not self._in_half
-        try:
-            return self._known[key]
-        except KeyError:
-            if len(self._known) >= _MOST_KNOWN:
-                self._known = {}
-            passes = self._known[key] = self._find_passes(B, L, weights, workers)
-            return passes
-
-    def _find_passes(self, B: int, L: int, weights: bool, workers: int) -> _Passes | None:
-        columns, widest = self._columns["QKV"].stop, max(self._columns["QKV"].stop, self._d_out, self._H * self._Dv)
-        if (self._one_by_one or self._W_context or self.algorithm not in (AUTO, TILED.name) or B * L == 0
-                or L > validate.LARGEST or B * L * widest * self.dtype.itemsize > _MOST_BYTES or self._layout(L)[0] != "strided"):
-            return None
-        name, _ = choose_for(L * (self._H // self._Hkv), L, self._D * self.dtype.itemsize, self.algorithm, weights=weights)
-        if name not in (TILED.name, DECODE.name):
-            return None
-        by_blas = [product_by_blas(B * L) and validate.bits(self._held(held)).dtype.itemsize != 2 for held in ("W_in", "W_out")]
-        sizes = (columns, self.d_model), (self._d_out, self._H * self._Dv)
-        first, second = ((product_slices(B * L, n) if blas else own_slices(B * L, n, k, workers), blas)
-                         for (n, k), blas in zip(sizes, by_blas))
-        return _Passes(name == DECODE.name, first, second)
-
-    def _held(self, held: str) -> np.ndarray:
-        """The fused matrix "W_in" or "W_out" as products take it."""
-        return self._in_half.get(held, self._W_in if held == "W_in" else self._W_out)
-
-    def _weight(self, held: str, bias: np.ndarray | None, cut: tuple[tuple[int, int], bool]) -> tuple[Any, ...]:
-        """A fused matrix with all that one product of the core takes."""
-        packed = self._packed.get(held)
-        return validate.bits(self._held(held)), None if packed is None else packed.panels, bias, *cut
-
-    def _forward_at_once(self, X: np.ndarray, passes: _Passes, rules: Rules, need_weights: bool, training: bool,
-                         workers: int) -> Any:
-        """`_forward` from X alone, with the bits of its single steps."""
-        B, L, _ = X.shape
-        H, D, Dv, dtype = self._H, self._D, self._Dv, self.dtype
-        projected = np.empty((B, L, self._columns["QKV"].stop), dtype)
-        checked, copied = validate.checked_rules(rules, B, H, L, L, D, dtype)
-        problem = Problem.side_by_side(projected, H, self._Hkv, D, Dv, checked)
-        problem.bytes_copied, problem.precision = copied, self.precision
-        concat, out = np.empty((B, L, H * Dv), dtype), np.empty((B, L, self._d_out), dtype)
-        lse = np.empty((B, H, L), dtype) if training else None
-        weights = np.empty((B, H, L, L), dtype) if need_weights else None
-        projected_forward(problem, passes.decode, X, self._weight("W_in", self._b_in, passes.first), projected, concat, lse,
-                          weights, self._weight("W_out", self._b_out, passes.second), out, workers)
-        if lse is not None:
-            self._kept = _Kept((X,), problem, (projected,), concat, lse, weights, None, None)
-        return (out, weights) if need_weights else out
-
     def _problem(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, rules: Rules) -> Problem:
         """The checked attention of a forward without a cache."""
         return validate.attention_problem(q, k, v, "BHLD", rules)
@@ -505,6 +445,12 @@ class AttentionModule:
                              f"got {self._kv_widths()}")
         B, L, _ = X.shape
         self._check_cache("cache", cache, B)
+        if transform_qk is None:
+            done = at_once.step(self, X, cache._slots, rules, need_weights, workers)
+            if done is not None:
+                if training:
+                    self._kept = _CACHE_KEEPS_NOTHING
+                return done if need_weights else done[0]
         projected = np.empty((B, L, self._width("QKV")), self.dtype)
         q, k, v = self._heads((projected,))
         tokens = step(cache, q, k, v, rules, need_weights)
@@ -654,9 +600,19 @@ class AttentionModule:
         g = validate.real_array("grad_output", grad_output, self.dtype, 3, "(B, L, d_out)")
         if g.shape != (B, L, self._d_out):
             raise ValueError(f"grad_output must have the output's shape {(B, L, self._d_out)}, got {g.shape}")
-        g = np.require(g, None, ("C", "A"))
+        g = g if g.flags.c_contiguous and g.flags.aligned else np.require(g, None, ("C", "A"))
         workers = threads.resolve(num_threads)
         grads, blas = self._gradient_buffers(), self.algorithm in BY_BLAS
+        if (len(kept.sources) == 1 and kept.projected[0].ndim == 3 and kept.problem.sinks is None and kept.transform_qk is None
+                and not need_bias_grad):
+            cuts = at_once.backward_cuts(self, kept.problem, B, L, workers)
+            if cuts is not None:
+                grad_X, grad_QKV = at_once.backward(self, g, kept, cuts, grads, workers)
+                self.grad_sinks = self.grad_mask = self.grad_context = None
+                for x, name in ((grad_QKV, "b_in"), (g, "b_out")):
+                    if name in grads:
+                        _sum_rows(x, grads[name], workers)
+                return grad_X
         name, _ = choose(kept.problem, algorithms.for_backward(self.algorithm), backward=True)
         # grad_concat (B, L, H·Dv), by head where q, k, v are, <- grad_output @ W_O.T
         contiguous = kept.projected[0].ndim == 4

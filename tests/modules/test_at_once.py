@@ -131,7 +131,7 @@ def test_a_plain_forward_is_one_call_of_the_core(monkeypatch):
     """Or the tests above would compare single steps with themselves."""
     calls = []
     run = _core.projected_forward
-    monkeypatch.setattr("fastmha.module.projected_forward", lambda *operands: (calls.append(1), run(*operands)))
+    monkeypatch.setattr("fastmha.at_once.projected_forward", lambda *operands: (calls.append(1), run(*operands)))
     m, stepwise = pair()
     X = np.ones((2, 3, 24), np.float32)
     for each in (m, stepwise):
@@ -171,3 +171,88 @@ def test_after_an_error_the_kept_forward_is_the_one_before(training):
     with pytest.raises(ValueError, match="mask of shape"):
         m.forward(X, mask=np.zeros((5, 5), bool), training=training)
     np.testing.assert_array_equal(m.backward(m.forward(X, training=False)), grad)
+
+
+# ------------------------------------------------------------------------------------------------------------ backward, steps
+
+
+def test_a_plain_backward_is_one_call_of_the_core(monkeypatch):
+    calls = []
+    run = _core.projected_backward
+    monkeypatch.setattr("fastmha.at_once.projected_backward", lambda *operands: (calls.append(1), run(*operands)))
+    for each in pair(use_bias=True):
+        each.backward(each.forward(np.ones((2, 3, 24), np.float32), is_causal=True))
+    assert len(calls) == (1 if _core.fused_multiply_add() else 0)
+
+
+STEPS = {
+    "causal": {"is_causal": True},
+    "none": {},
+    "window": {"window": (4, 0)},
+    "softcap, sinks, alibi": {
+        "softcap": 2.0, "sinks": np.linspace(-1, 1, 4), "alibi": np.linspace(0, 1, 4), "is_causal": True},
+}  # fmt: skip
+
+
+def steps(m, dtype, cache, rule, **keywords):
+    """Output and weights of tokens that come in several parts, and what the cache holds then."""
+    X = np.random.default_rng(3).standard_normal((cache.batch_size, 40, m.d_model)).astype(dtype)
+    rule = {name: x.astype(dtype) if isinstance(x, np.ndarray) else x for name, x in STEPS[rule].items()}
+    results = []
+    for start, end in ((0, 20), (20, 21), (21, 22), (22, 37), (37, 40)):
+        out = m.forward(X[:, start:end], cache=cache, training=False, **rule, **keywords)
+        results += out if isinstance(out, tuple) else [out]
+    return [*results, cache.k, cache.v, cache.lengths]
+
+
+@support.all_isas
+@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("rule", STEPS)
+def test_a_step_in_one_call_has_the_bits_of_single_steps(isa, rule, dtype):
+    for keywords in ({"num_kv_heads": 2, "use_bias": True}, {"head_dim": 32, "num_kv_heads": 1}, {"algorithm": "tiled"}):
+        m, stepwise = pair(dtype, **keywords)
+        for B, capacity in ((1, 40), (3, 40), (2, None)):
+            for call in ({"num_threads": 1}, {"num_threads": 3, "need_weights": True}):
+                one, other = (fastmha.KVCache(B, m.num_kv_heads, m.head_dim, capacity=capacity, dtype=dtype) for _ in range(2))
+                assert_same(steps(m, dtype, one, rule, **call), steps(stepwise, dtype, other, rule, **call))
+
+
+def test_a_plain_step_is_one_call_of_the_core(monkeypatch):
+    calls = []
+    run = _core.projected_step
+    monkeypatch.setattr("fastmha.at_once.projected_step", lambda *operands: (calls.append(1), run(*operands)))
+    for each in pair():
+        steps(each, np.float32, fastmha.KVCache(2, 4, 6, capacity=40), "causal")
+    assert len(calls) == (5 if _core.fused_multiply_add() else 0)
+
+
+@pytest.mark.parametrize("stored", [np.float16, np.float64])
+def test_a_step_over_a_cache_of_another_dtype_is_right(stored):
+    """It is none of one call: what is stored is rounded first."""
+    m, _ = pair()
+    one, other = fastmha.KVCache(2, 4, 6, capacity=40, dtype=stored), fastmha.KVCache(2, 4, 6, capacity=40)
+    for x, y in zip(steps(m, np.float32, one, "causal"), steps(m, np.float32, other, "causal")):
+        np.testing.assert_allclose(x, y, atol=0.02)
+
+
+def test_a_step_that_fails_leaves_the_cache_as_it_was(monkeypatch):
+    def fails(*operands):
+        _core.projected_step(*operands)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastmha.at_once.projected_step", fails)
+    m, _ = pair()
+    cache = fastmha.KVCache(2, 4, 6, capacity=8)
+    before = np.random.default_rng(0).standard_normal((2, 4, 3, 6), dtype=np.float32)
+    cache.append(before, before)
+    X = np.ones((2, 2, 24), np.float32)
+    if _core.fused_multiply_add():
+        with pytest.raises(KeyboardInterrupt):
+            m.forward(X, cache=cache)
+    with pytest.raises(ValueError, match="capacity is 8 but a length of 9"):
+        m.forward(X.repeat(3, 1), cache=cache)
+    with pytest.raises(ValueError, match="mask of shape"):
+        m.forward(X, cache=cache, mask=np.zeros((2, 4), bool))
+    assert cache.length == 3
+    np.testing.assert_array_equal(cache.k, before)
+    np.testing.assert_array_equal(cache.v, before)

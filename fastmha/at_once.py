@@ -1,0 +1,183 @@
+"""A module's passes without the interpreter between their steps: one call of the core for a forward, a backward or a cached step.
+
+They are what `AttentionModule` does one step after the other, with the same bits, where it has no step of its own in between:
+X alone is projected, nothing is converted or rounded, heads lie side by side, and no product runs on matrix tiles. There, what
+is asked of a shape once (the algorithm, how products are cut) is remembered by the module.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fastmha import algorithms, validate
+from fastmha._core import Problem, fused_multiply_add, projected_backward, projected_forward, projected_step
+from fastmha.algorithms import AUTO, DECODE, TILED, own_slices, product_by_blas, product_slices
+from fastmha.planning import choose, choose_for
+from fastmha.precision import resolve
+from fastmha.slots import Slots, State
+from fastmha.validate import FLOAT_TYPES, Rules
+
+if TYPE_CHECKING:
+    from fastmha.module import AttentionModule
+
+_SINGLE, _DOUBLE = FLOAT_TYPES
+_MOST_KNOWN = 256       # shapes that a module remembers
+_MOST_BYTES = 2**47     # of one array: what a process can address
+_Cut: TypeAlias = tuple[tuple[int, int], bool]      # of a product: slices, and whether by BLAS
+Cuts: TypeAlias = tuple[_Cut, _Cut, _Cut, _Cut]     # of the products of a backward pass
+
+
+class Passes(NamedTuple):
+    """A forward from X alone: by "decode" or "tiled", and the cut of each product."""
+
+    decode: bool
+    first: _Cut
+    second: _Cut
+
+
+class Forward(NamedTuple):
+    """What a forward leaves."""
+
+    problem: Problem
+    projected: np.ndarray               # (B, L, Q|K|V)
+    concat: np.ndarray                  # (B, L, H·Dv)
+    lse: np.ndarray | None              # (B, H, L)
+    weights: np.ndarray | None          # (B, H, L, Lk)
+    out: np.ndarray                     # (B, L, d_out)
+
+
+def passes(m: AttentionModule, B: int, L: int, need_weights: bool, workers: int) -> Passes | None:
+    """How a forward from X (B, L, d_model) alone is one call of the core; None where it is not."""
+    if not _plain(m):
+        return None
+    key = B, L, need_weights, workers, fused_multiply_add(), not m._in_half
+    try:
+        return m._known[key]
+    except KeyError:
+        cuts = _cuts(m, B, L, workers)
+        name = None
+        if cuts is not None and m._layout(L)[0] == "strided":
+            name = _algorithm(m, L, L, need_weights)
+        return _remember(m, key, None if cuts is None or name is None else Passes(name == DECODE.name, *cuts))
+
+
+def forward(m: AttentionModule, X: np.ndarray, way: Passes, rules: Rules, need_weights: bool, training: bool,
+            workers: int) -> Forward:
+    """The module's forward from X (B, L, d_model) alone; all errors end before anything is computed."""
+    B, L, _ = X.shape
+    H, D, dtype = m._H, m._D, m.dtype
+    projected = np.empty((B, L, m._columns["QKV"].stop), dtype)
+    checked, copied = validate.checked_rules(rules, B, H, L, L, D, dtype)
+    problem = Problem.side_by_side(projected, H, m._Hkv, D, m._Dv, checked)
+    problem.bytes_copied, problem.precision = copied, m.precision
+    concat, out = np.empty((B, L, H * m._Dv), dtype), np.empty((B, L, m._d_out), dtype)
+    lse = np.empty((B, H, L), dtype) if training else None
+    weights = np.empty((B, H, L, L), dtype) if need_weights else None
+    projected_forward(problem, way.decode, X, _weight(m, "W_in", m._W_in, m._b_in, way.first), projected, concat, lse, weights,
+                      _weight(m, "W_out", m._W_out, m._b_out, way.second), out, workers)
+    return Forward(problem, projected, concat, lse, weights, out)
+
+
+def backward_cuts(m: AttentionModule, problem: Problem, B: int, L: int, workers: int) -> Cuts | None:
+    """How a backward pass of X alone, without sinks, is one call of the core; None where it is not."""
+    if not _plain(m):
+        return None
+    key = "backward", B, L, workers, fused_multiply_add()
+    try:
+        return m._known[key]
+    except KeyError:
+        cuts = None
+        if (not m._one_by_one and B * L > 0
+                and choose(problem, algorithms.for_backward(m.algorithm), backward=True)[0] == TILED.name):
+            (inner, d_out), (width, columns), rows = m._W_out.shape, m._W_in.shape, B * L
+            cuts = (_cut(rows, inner, d_out, workers), _cut(inner, d_out, rows, workers), _cut(width, columns, rows, workers),
+                    _cut(rows, width, columns, workers))
+        return _remember(m, key, cuts)
+
+
+def backward(m: AttentionModule, grad_out: np.ndarray, kept: Any, cuts: Cuts, grads: dict[str, np.ndarray],
+             workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """The gradients of X and of its projections; grads <- those of both weights."""
+    (X,), (projected,), dtype = kept.sources, kept.projected, m.dtype
+    grad_X, grad_projected, grad_concat = (np.empty(x.shape, dtype) for x in (X, projected, kept.concat))
+    whole = algorithms.tiled_whole_heads(kept.problem, workers)
+    projected_backward(kept.problem, X, m._W_in, kept.concat, kept.lse, m._W_out, grad_out, grad_concat, grad_projected, grad_X,
+                       grads["W_in"], grads["W_out"], cuts, whole, workers)
+    return grad_X, grad_projected
+
+
+def step(m: AttentionModule, X: np.ndarray, slots: Slots, rules: Rules, need_weights: bool,
+         workers: int) -> tuple[np.ndarray, np.ndarray | None] | None:
+    """Output and weights of new tokens over a cache, whose keys and values it gets; None, and nothing is done, where that is not
+    one call of the core. Until it holds them it is as it was: they are written behind what it holds, and counted at the end."""
+    B, L, _ = X.shape
+    state = slots.state
+    if (slots.window is not None or not isinstance(state.filled, int) or slots.dtype != m.dtype
+            or rules.key_padding_lengths is not None or rules.key_ranges is not None or not _plain(m)):
+        return None
+    key = "step", B, L, workers, fused_multiply_add(), not m._in_half
+    try:
+        cuts = m._known[key]
+    except KeyError:
+        cuts = _remember(m, key, _cuts(m, B, L, workers))
+    after = state.filled + L
+    if cuts is None or after > state.slots:     # to grow, or to say that there is no room
+        return None
+    name = _algorithm(m, L, after, need_weights)
+    if name is None:
+        return None
+    H, D, dtype = m._H, m._D, m.dtype
+    placed = rules.is_causal is not False or rules.window is not None or rules.alibi is not None
+    checked, _ = validate.checked_rules(rules.at(state.filled if placed else None, None), B, H, L, after, D, dtype)
+    projected = np.empty((B, L, m._columns["QKV"].stop), dtype)
+    problem = Problem.side_by_side(projected, H, m._Hkv, D, m._Dv, checked, (state.k, state.v, after))
+    concat, out = np.empty((B, L, H * m._Dv), dtype), np.empty((B, L, m._d_out), dtype)
+    weights = np.empty((B, H, L, after), dtype) if need_weights else None
+    projected_step(problem, name == DECODE.name, X, _weight(m, "W_in", m._W_in, m._b_in, cuts[0]), projected, concat, weights,
+                   _weight(m, "W_out", m._W_out, m._b_out, cuts[1]), out, workers)
+    slots.state = State(state.k, state.v, after, None)
+    return out, weights
+
+
+def _plain(m: AttentionModule) -> bool:
+    """Whether nothing is converted or rounded between the steps of a pass, and all products are by vectors."""
+    return m.dtype == _DOUBLE or (m.dtype == _SINGLE and resolve(m.precision) == "highest")
+
+
+def _cuts(m: AttentionModule, B: int, L: int, workers: int) -> tuple[_Cut, _Cut] | None:
+    """The cuts of both products of (B, L) tokens; None where the module has steps of its own, or says what is wrong."""
+    columns, inner, half = m._columns["QKV"].stop, m._H * m._Dv, bool(m._in_half)
+    if (m._one_by_one or m._W_context or B * L == 0 or L > validate.LARGEST
+            or B * L * max(columns, inner, m._d_out) * m.dtype.itemsize > _MOST_BYTES):
+        return None
+    return _cut(B * L, columns, m.d_model, workers, half), _cut(B * L, m._d_out, inner, workers, half)
+
+
+def _cut(rows: int, columns: int, terms: int, workers: int, half: bool = False) -> _Cut:
+    """How a product is cut, and whether BLAS takes it; half: the second operand is of half precision."""
+    by_blas = product_by_blas(rows) and not half
+    return product_slices(rows, columns) if by_blas else own_slices(rows, columns, terms, workers), by_blas
+
+
+def _algorithm(m: AttentionModule, L: int, Lk: int, need_weights: bool) -> str | None:
+    """The algorithm of L tokens on Lk keys, None where it is not one of the core's alone, or cannot serve the call."""
+    if m.algorithm not in (AUTO, TILED.name):
+        return None
+    name, _ = choose_for(L * (m._H // m._Hkv), Lk, m._D * m.dtype.itemsize, m.algorithm, weights=need_weights)
+    return name if name in (TILED.name, DECODE.name) else None
+
+
+def _weight(m: AttentionModule, held: str, W: np.ndarray, bias: np.ndarray | None, cut: _Cut) -> tuple[Any, ...]:
+    """A fused matrix with all that one product of the core takes."""
+    if m._in_half:
+        W = validate.bits(m._in_half[held])
+    packed = m._packed.get(held)
+    return W, None if packed is None else packed.panels, bias, *cut
+
+
+def _remember(m: AttentionModule, key: tuple[Any, ...], found: Any) -> Any:
+    if len(m._known) >= _MOST_KNOWN:
+        m._known = {}
+    m._known[key] = found
+    return found
