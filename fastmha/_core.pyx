@@ -473,6 +473,11 @@ cdef class Problem:
         return self.c.B, self.c.H, self.c.Hkv, self.c.Lq, self.c.Lk, self.c.D, self.c.Dv
 
     @property
+    def plain(self):
+        """Whether q, k and v are of the computation's dtype."""
+        return self.c.element == FMHA_SAME and self.c.stored == FMHA_SAME
+
+    @property
     def parts(self):
         """bfloat16 parts of what is multiplied on matrix tiles; 0: nothing is."""
         return self.c.parts

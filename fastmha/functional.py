@@ -250,12 +250,13 @@ def attention_backward(
     lse = validate.lse_like("lse", lse, (B, H, Lq), dtype, layout)
     workers = threads.resolve(num_threads)
     grad_out, out = validate.usable(validate.bits(grad_out))[0], validate.usable(validate.bits(out))[0]
+    lse = lse if lse.flags.c_contiguous and lse.flags.aligned else np.require(lse, None, ("C", "A"))
     grads = algorithms.gradients(problem, shape(H, Lq, D), shape(Hkv, Lk, D), shape(Hkv, Lk, Dv))
     grad_q, grad_k, grad_v = (_by_head(g, layout) for g in grads)
     grad_mask = None
     if need_bias_grad and problem.additive_mask is not None:
         grad_mask = np.empty(problem.additive_mask.shape, validate.as_array("mask", mask).dtype)
-    grad_sinks = algorithms.backward(name, problem, _by_head(out, layout), np.require(lse, None, ("C", "A")),
+    grad_sinks = algorithms.backward(name, problem, _by_head(out, layout), lse,
                                      _by_head(grad_out, layout), grad_q, grad_k, grad_v, workers, grad_mask)
     if grad_sinks is not None:
         grad_sinks = validate.cast(grad_sinks, validate.as_array("sinks", sinks).dtype)

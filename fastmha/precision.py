@@ -72,7 +72,7 @@ def resolve(precision: str | None) -> str:
 def parts_of(problem: Problem, backward: bool = False) -> int:
     """The bfloat16 parts of what "tiled" multiplies on matrix tiles, forward or backward; 0: it multiplies by vectors. By types,
     lengths, the scale and the kernels in use alone."""
-    if problem.is_double or not _core.has_tiles():
+    if problem.is_double or not _core.has_tiles() or (problem.plain and resolve(problem.precision) == "highest"):
         return 0
     _, H, Hkv, Lq, Lk, D, Dv = problem.shape
     if 0 in (D, Dv, Hkv):

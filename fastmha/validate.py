@@ -231,7 +231,8 @@ def _how_to_cast(name: str, x: np.ndarray, given: Any) -> str:
 
 def is_half(dtype: np.dtype) -> bool:
     """Whether it is float16 or bfloat16."""
-    return dtype.name in _HALF_TYPES and dtype.isnative
+    # the name last: NumPy puts it together anew each time
+    return dtype.itemsize == 2 and dtype.isnative and dtype.name in _HALF_TYPES
 
 
 def computed(dtype: np.dtype) -> np.dtype:
