@@ -517,8 +517,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         for (ptrdiff_t j = item.j0; j < last_key; j += TILE_KEYS) {
             ptrdiff_t n = last_key - j < TILE_KEYS ? last_key - j : TILE_KEYS;
             if (mode != FMHA_QUERIES) {
-                memset(w.m.grad_k, 0, (size_t)(TILE_KEYS * width) * sizeof(REAL));
-                memset(w.m.grad_v, 0, (size_t)(TILE_KEYS * value_width) * sizeof(REAL));
+                const ptrdiff_t summed = matrix ? TILE_KEYS : n;
+                memset(w.m.grad_k, 0, (size_t)(summed * width) * sizeof(REAL));
+                memset(w.m.grad_v, 0, (size_t)(summed * value_width) * sizeof(REAL));
             }
 #if FMHA_TILES
             if (matrix) FMHA_NAME(gradient_chunk_at)(run, b, hkv, j / TILE_KEYS, &chunk);
