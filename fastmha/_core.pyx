@@ -916,6 +916,11 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
 
 # -------------------------------------------------------------------------------------------------- algorithm "tiled"
 
+def threads_of(Problem problem, bint backward, int threads):
+    """Of so many threads those that a pass over a problem is worth."""
+    return threads_for(threads, (BACKWARD_TERMS if backward else 1) * attention_terms(&problem.c))
+
+
 def tiled_forward(Problem problem, out, lse, weights, int threads):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None."""

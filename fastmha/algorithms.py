@@ -273,10 +273,10 @@ def own_slices(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
     return rows, n if columns >= n > 0 else max(256, -(-columns // _core.PANEL_COLUMNS) * _core.PANEL_COLUMNS)
 
 
-def product_by_blas(m: int) -> bool:
-    """Whether a product with m rows goes through BLAS: a single row is a gemv, and without fused multiply-add in the kernels
-    BLAS is at least as fast."""
-    return m == 1 or not _core.fused_multiply_add()
+def product_by_blas(m: int, trans_b: bool = False) -> bool:
+    """Whether a product with m rows goes through BLAS, which is at least as fast without fused multiply-add in the kernels, and
+    for a single row times a transposed matrix: its sums run along the rows as they lie (a gemv)."""
+    return (trans_b and m == 1) or not _core.fused_multiply_add()
 
 
 class Packed(NamedTuple):
@@ -311,7 +311,7 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
             product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, blas=blas, precision="highest")
             _core.pack_heads(_as_heads(target), _as_heads(out), threads)
             return
-    if blas or (product_by_blas(m) and b.dtype.itemsize != 2):
+    if blas or (product_by_blas(m, trans_b) and b.dtype.itemsize != 2):
         b = converted(b, a.dtype, threads)
         slices = _head_slices(out) if out.ndim == 4 else product_slices(*out.shape)
         _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)

@@ -91,8 +91,8 @@ def backward_cuts(m: AttentionModule, problem: Problem, B: int, L: int, workers:
         if (not m._one_by_one and B * L > 0
                 and choose(problem, algorithms.for_backward(m.algorithm), backward=True)[0] == TILED.name):
             (inner, d_out), (width, columns), rows = m._W_out.shape, m._W_in.shape, B * L
-            cuts = (_cut(rows, inner, d_out, workers), _cut(inner, d_out, rows, workers), _cut(width, columns, rows, workers),
-                    _cut(rows, width, columns, workers))
+            cuts = (_cut(rows, inner, d_out, workers, trans_b=True), _cut(inner, d_out, rows, workers),
+                    _cut(width, columns, rows, workers), _cut(rows, width, columns, workers, trans_b=True))
         return _remember(m, key, cuts)
 
 
@@ -154,9 +154,9 @@ def _cuts(m: AttentionModule, B: int, L: int, workers: int) -> tuple[_Cut, _Cut]
     return _cut(B * L, columns, m.d_model, workers, half), _cut(B * L, m._d_out, inner, workers, half)
 
 
-def _cut(rows: int, columns: int, terms: int, workers: int, half: bool = False) -> _Cut:
+def _cut(rows: int, columns: int, terms: int, workers: int, half: bool = False, trans_b: bool = False) -> _Cut:
     """How a product is cut, and whether BLAS takes it; half: the second operand is of half precision."""
-    by_blas = product_by_blas(rows) and not half
+    by_blas = product_by_blas(rows, trans_b) and not half
     return product_slices(rows, columns) if by_blas else own_slices(rows, columns, terms, workers), by_blas
 
 

@@ -44,7 +44,7 @@ class Plan:
     isa : str
         Instruction set of the kernels.
     threads : int
-        Threads that may take part.
+        Threads that may take part: one where the work is little.
     tile : tuple of int
         (query rows, keys) of one block of scores.
     flops : int
@@ -243,6 +243,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
         contiguous = all(map(is_contiguous, (problem.q, problem.k, problem.v)))
         layout = "contiguous" if contiguous else "strided", "heads are read where they lie"
     name, reasons = choose(problem, algorithm, backward)
+    threads = _core.threads_of(problem, backward, threads)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     record, copied = BY_NAME[name], problem.bytes_copied
     if record.by_blas:

@@ -18,6 +18,9 @@ _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product star
 #define FEW_ROWS 16         /* of a: b is then read once, where it lies, as so many streams of rows */
 #define FEW_DEPTH 8
 #define FEW_COLUMNS 1024
+#define FEW_SUMS 4096       /* of so many columns of all rows together, if that is more: longer streams */
+#define ONE_NEAR (1 << 20)  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
+#define ONE_VECTORS 8
 
 /* Scratch of a product with N columns: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums
  * (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. */
@@ -127,7 +130,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
             REAL *to = c + m * ldc;
             rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
 #define FEW(many, deep) \
-    FMHA_NAME(few_rows)(type, many, deep, k > 0, m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
+    FMHA_NAME(few_rows)(type, many, deep, k > 0, M > 1 && m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
             case 8: FEW(8, FEW_DEPTH); break;
             case 4: FEW(4, FEW_DEPTH); break;
@@ -142,6 +145,35 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
     }
 }
 
+/* The same for one row and `vectors` vectors of columns, the last of which may be a part: their sums stay in registers. */
+static inline __attribute__((always_inline)) void FMHA_NAME(one_row_of)(const int type, const int vectors, ptrdiff_t columns, ptrdiff_t K,
+    const REAL *a, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    VEC sum[ONE_VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) sum[v] = v_splat(0);
+    for (ptrdiff_t k = 0; k < K; k++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++)
+            sum[v] = sum[v] + FMHA_NAME(stored_load_n)(type, b + (k * ldb + v * LANES) * size, columns - v * LANES) * a[k * a_step];
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) v_store_n(c + v * LANES, sum[v], columns - v * LANES);
+}
+
+static void FMHA_NAME(one_row)(int type, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c)
+{
+    const ptrdiff_t abreast = ONE_VECTORS * LANES;
+    ptrdiff_t n = 0;
+#define ONE_ROW(type) \
+    for (; n + abreast <= N; n += abreast) \
+        FMHA_NAME(one_row_of)(type, ONE_VECTORS, abreast, K, a, a_step, b + n * FMHA_NAME(stored_size)(type), ldb, c + n); \
+    for (; n < N; n += LANES) \
+        FMHA_NAME(one_row_of)(type, 1, N - n, K, a, a_step, b + n * FMHA_NAME(stored_size)(type), ldb, c + n);
+    BY_STORED(ONE_ROW)
+#undef ONE_ROW
+}
+
 static void FMHA_NAME(few_block)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
                                  const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
@@ -150,20 +182,23 @@ static void FMHA_NAME(few_block)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K
 #undef FEW_BLOCK
 }
 
-/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: (rows, FEW_COLUMNS). */
+/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: FEW_ROWS * FEW_COLUMNS. */
 static void FMHA_NAME(product_few)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
                                    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    for (ptrdiff_t n = 0; n < N; n += FEW_COLUMNS)
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), most = M * FEW_COLUMNS < FEW_SUMS ? FEW_SUMS / M : FEW_COLUMNS;
+    const int near = M == 1 && K * N * size <= ONE_NEAR;
+    for (ptrdiff_t n = 0; n < N; n += most)
         for (ptrdiff_t k = 0; k < K; k += GEMM_DEPTH) {
-            ptrdiff_t columns = N - n < FEW_COLUMNS ? N - n : FEW_COLUMNS, depth = K - k < GEMM_DEPTH ? K - k : GEMM_DEPTH;
+            ptrdiff_t columns = N - n < most ? N - n : most, depth = K - k < GEMM_DEPTH ? K - k : GEMM_DEPTH;
             REAL *to = k ? part : c + n;
-            FMHA_NAME(few_block)(type, M, columns, depth, a + k * a_step, a_row, a_step, b + (k * ldb + n) * size, ldb, to, k ? FEW_COLUMNS : ldc);
+            const char *with = b + (k * ldb + n) * size;
+            if (near) FMHA_NAME(one_row)(type, columns, depth, a + k * a_step, a_step, with, ldb, to);
+            else FMHA_NAME(few_block)(type, M, columns, depth, a + k * a_step, a_row, a_step, with, ldb, to, k ? most : ldc);
             for (ptrdiff_t m = 0; k && m < M; m++)
                 for (ptrdiff_t e = 0; e < columns; e += LANES) {
                     REAL *sum = c + m * ldc + n + e;
-                    VEC more = v_load_n(part + m * FEW_COLUMNS + e, columns - e, 0);
+                    VEC more = v_load_n(part + m * most + e, columns - e, 0);
                     v_store_n(sum, v_load_n(sum, columns - e, 0) + more, columns - e);
                 }
         }

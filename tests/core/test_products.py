@@ -89,6 +89,18 @@ def test_packed_weights_give_the_bits_for_every_number_of_rows(isa, dtype, rng):
 
 
 @dtypes
+@pytest.mark.parametrize(("n", "k"), [(1, 385), (130, 900), (600, 391), (1500, 391), (4200, 65), (8300, 400)])
+def test_a_row_has_the_bits_by_itself_that_it_has_among_others(isa, dtype, n, k, rng):
+    """Both sides of the bytes and of the columns from which on a single row is added to in longer streams."""
+    a, b, bias = draw(rng, 20, n, k, dtype)
+    expected = own(a, b, n, bias)
+    assert_product(expected, a, b, bias)
+    for rows in (1, 2, 3, 7):
+        assert same_bits(own(a[:rows], b, n, bias), expected[:rows]), rows
+        assert same_bits(own(a[:rows].T.copy(), b, n, bias, trans_a=True), expected[:rows]), rows
+
+
+@dtypes
 @pytest.mark.parametrize(("m", "n"), [(17, 260), (64, 513), (65, 1025), (257, 1030), (300, 2113)])
 def test_blocks_of_columns_give_the_bits_of_packed_weights_from_operands_turned_round(isa, dtype, m, n, rng):
     """Both sides of the rows and columns from which on more is packed at a time, whole blocks and their rests, K in two."""

@@ -144,6 +144,17 @@ def test_a_call_of_little_work_stays_in_its_thread(tmp_path, d_model, L, workers
     assert in_a_process(code, tmp_path) == f"{workers}\n"
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_plan_has_one_thread_for_little_work(backward):
+    before = _core.share_from(2**19)
+    try:
+        little, more = np.empty((2, 8, 10, 8), np.float32), np.empty((2, 8, 100, 8), np.float32)
+        assert fastmha.plan(little, little, little, backward=backward, num_threads=2).threads == 1
+        assert fastmha.plan(more, more, more, backward=backward, num_threads=2).threads == 2
+    finally:
+        _core.share_from(before)
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 def test_default_respects_the_affinity_of_the_process(tmp_path):
     code = """

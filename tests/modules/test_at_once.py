@@ -99,7 +99,7 @@ def test_one_call_has_the_bits_of_single_steps_under_every_rule(isa, rule, dtype
 
 
 @support.all_isas
-@pytest.mark.parametrize("weights", [None, "float16", "unpacked"])
+@pytest.mark.parametrize("weights", [None, "unpacked", *(np.dtype(half).name for half in support.HALVES)])
 def test_one_call_has_the_bits_of_single_steps_with_frozen_weights(isa, weights):
     m, stepwise = pair(use_bias=True, d_model=64)
     X = np.random.default_rng(0).standard_normal((2, 33, 64), dtype=np.float32)
