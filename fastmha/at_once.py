@@ -6,26 +6,49 @@ is asked of a shape once (the algorithm, how products are cut) is remembered by 
 """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from fastmha import algorithms, validate
 from fastmha._core import Problem, fused_multiply_add, projected_backward, projected_forward, projected_step
-from fastmha.algorithms import AUTO, DECODE, TILED, own_slices, product_by_blas, product_slices
+from fastmha.algorithms import AUTO, DECODE, TILED, Packed, own_slices, product_by_blas, product_slices
 from fastmha.planning import choose, choose_for
 from fastmha.precision import resolve
 from fastmha.slots import Slots, State
 from fastmha.validate import FLOAT_TYPES, Rules
-
-if TYPE_CHECKING:
-    from fastmha.module import AttentionModule
 
 _SINGLE, _DOUBLE = FLOAT_TYPES
 _MOST_KNOWN = 256       # shapes that a module remembers
 _MOST_BYTES = 2**47     # of one array: what a process can address
 _Cut: TypeAlias = tuple[tuple[int, int], bool]      # of a product: slices, and whether by BLAS
 Cuts: TypeAlias = tuple[_Cut, _Cut, _Cut, _Cut]     # of the products of a backward pass
+
+
+class Module(Protocol):
+    """What is asked of an `AttentionModule`."""
+
+    d_model: int
+    algorithm: str
+    dtype: np.dtype
+    precision: str | None
+    _H: int
+    _Hkv: int
+    _D: int
+    _Dv: int
+    _d_out: int
+    _columns: dict[str, slice]
+    _W_in: np.ndarray
+    _W_out: np.ndarray
+    _b_in: np.ndarray | None
+    _b_out: np.ndarray | None
+    _W_context: dict[str, np.ndarray]
+    _in_half: dict[str, np.ndarray]
+    _packed: dict[str, Packed]
+    _known: dict[tuple[Any, ...], Any]
+    _one_by_one: bool
+
+    def _layout(self, L: int) -> tuple[str, str]: ...
 
 
 class Passes(NamedTuple):
@@ -47,7 +70,7 @@ class Forward(NamedTuple):
     out: np.ndarray                     # (B, L, d_out)
 
 
-def passes(m: AttentionModule, B: int, L: int, need_weights: bool, workers: int) -> Passes | None:
+def passes(m: Module, B: int, L: int, need_weights: bool, workers: int) -> Passes | None:
     """How a forward from X (B, L, d_model) alone is one call of the core; None where it is not."""
     if not _plain(m):
         return None
@@ -62,7 +85,7 @@ def passes(m: AttentionModule, B: int, L: int, need_weights: bool, workers: int)
         return _remember(m, key, None if cuts is None or name is None else Passes(name == DECODE.name, *cuts))
 
 
-def forward(m: AttentionModule, X: np.ndarray, way: Passes, rules: Rules, need_weights: bool, training: bool,
+def forward(m: Module, X: np.ndarray, way: Passes, rules: Rules, need_weights: bool, training: bool,
             workers: int) -> Forward:
     """The module's forward from X (B, L, d_model) alone; all errors end before anything is computed."""
     B, L, _ = X.shape
@@ -79,7 +102,7 @@ def forward(m: AttentionModule, X: np.ndarray, way: Passes, rules: Rules, need_w
     return Forward(problem, projected, concat, lse, weights, out)
 
 
-def backward_cuts(m: AttentionModule, problem: Problem, B: int, L: int, workers: int) -> Cuts | None:
+def backward_cuts(m: Module, problem: Problem, B: int, L: int, workers: int) -> Cuts | None:
     """How a backward pass of X alone, without sinks, is one call of the core; None where it is not."""
     if not _plain(m):
         return None
@@ -96,7 +119,7 @@ def backward_cuts(m: AttentionModule, problem: Problem, B: int, L: int, workers:
         return _remember(m, key, cuts)
 
 
-def backward(m: AttentionModule, grad_out: np.ndarray, kept: Any, cuts: Cuts, grads: dict[str, np.ndarray],
+def backward(m: Module, grad_out: np.ndarray, kept: Any, cuts: Cuts, grads: dict[str, np.ndarray],
              workers: int) -> tuple[np.ndarray, np.ndarray]:
     """The gradients of X and of its projections; grads <- those of both weights."""
     (X,), (projected,), dtype = kept.sources, kept.projected, m.dtype
@@ -107,7 +130,7 @@ def backward(m: AttentionModule, grad_out: np.ndarray, kept: Any, cuts: Cuts, gr
     return grad_X, grad_projected
 
 
-def step(m: AttentionModule, X: np.ndarray, slots: Slots, rules: Rules, need_weights: bool,
+def step(m: Module, X: np.ndarray, slots: Slots, rules: Rules, need_weights: bool,
          workers: int) -> tuple[np.ndarray, np.ndarray | None] | None:
     """Output and weights of new tokens over a cache, whose keys and values it gets; None, and nothing is done, where that is not
     one call of the core. Until it holds them it is as it was: they are written behind what it holds, and counted at the end."""
@@ -140,12 +163,12 @@ def step(m: AttentionModule, X: np.ndarray, slots: Slots, rules: Rules, need_wei
     return out, weights
 
 
-def _plain(m: AttentionModule) -> bool:
+def _plain(m: Module) -> bool:
     """Whether nothing is converted or rounded between the steps of a pass, and all products are by vectors."""
     return m.dtype == _DOUBLE or (m.dtype == _SINGLE and resolve(m.precision) == "highest")
 
 
-def _cuts(m: AttentionModule, B: int, L: int, workers: int) -> tuple[_Cut, _Cut] | None:
+def _cuts(m: Module, B: int, L: int, workers: int) -> tuple[_Cut, _Cut] | None:
     """The cuts of both products of (B, L) tokens; None where the module has steps of its own, or says what is wrong."""
     columns, inner, half = m._columns["QKV"].stop, m._H * m._Dv, bool(m._in_half)
     if (m._one_by_one or m._W_context or B * L == 0 or L > validate.LARGEST
@@ -160,7 +183,7 @@ def _cut(rows: int, columns: int, terms: int, workers: int, half: bool = False, 
     return product_slices(rows, columns) if by_blas else own_slices(rows, columns, terms, workers), by_blas
 
 
-def _algorithm(m: AttentionModule, L: int, Lk: int, need_weights: bool) -> str | None:
+def _algorithm(m: Module, L: int, Lk: int, need_weights: bool) -> str | None:
     """The algorithm of L tokens on Lk keys, None where it is not one of the core's alone, or cannot serve the call."""
     if m.algorithm not in (AUTO, TILED.name):
         return None
@@ -168,7 +191,7 @@ def _algorithm(m: AttentionModule, L: int, Lk: int, need_weights: bool) -> str |
     return name if name in (TILED.name, DECODE.name) else None
 
 
-def _weight(m: AttentionModule, held: str, W: np.ndarray, bias: np.ndarray | None, cut: _Cut) -> tuple[Any, ...]:
+def _weight(m: Module, held: str, W: np.ndarray, bias: np.ndarray | None, cut: _Cut) -> tuple[Any, ...]:
     """A fused matrix with all that one product of the core takes."""
     if m._in_half:
         W = validate.bits(m._in_half[held])
@@ -176,7 +199,7 @@ def _weight(m: AttentionModule, held: str, W: np.ndarray, bias: np.ndarray | Non
     return W, None if packed is None else packed.panels, bias, *cut
 
 
-def _remember(m: AttentionModule, key: tuple[Any, ...], found: Any) -> Any:
+def _remember(m: Module, key: tuple[Any, ...], found: Any) -> Any:
     if len(m._known) >= _MOST_KNOWN:
         m._known = {}
     m._known[key] = found
