@@ -18,11 +18,11 @@ from fastmha._kernels cimport (
     FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_QUERIES, FMHA_RELU, FMHA_ROW_STATE, FMHA_SAME, FMHA_SILU,
     FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_backward_cut,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
-    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_cut, fmha_decode_cut, fmha_finish,
+    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_runs, fmha_cut, fmha_decode_cut, fmha_finish,
     fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
     fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
-    fmha_problem, fmha_run, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
+    fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
 )
 
 
@@ -948,12 +948,29 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads) except -1:
     threads = threads_for(threads, attention_terms(&c.p))
     if c.p.parts > 0 and kernels.matrix_forward != NULL:
         return matrix_forward(c, kernels, items, problem.itemsize, threads)
+    if c.weights == NULL and fmha_by_runs(&c.p, threads):
+        return run_by_keys(c, problem, items, threads)
     cdef fmha_task task = kernels.tiled_forward if c.weights == NULL else kernels.tiled_weights
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if c.weights == NULL else kernels.weights_scratch(&c.p)
     scratch = scratch_for(size * problem.itemsize, items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
         fmha_pool_run(task, c, items, scratch.threads)
+    return finish()
+
+
+cdef int run_by_keys(fmha_run *c, Problem problem, ptrdiff_t blocks, int threads) except -1:
+    """`run_tiled` in two passes: over runs of the keys of each block, and over blocks, which merge theirs."""
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    c.cut = fmha_runs_cut(&c.p)
+    cdef ptrdiff_t parts = fmha_items(&c.cut)
+    cdef Scratch scratch = scratch_for(kernels.forward_scratch(&c.p) * problem.itemsize, parts, threads)
+    cdef Scratch runs = Scratch(parts * kernels.run_scratch(&c.p) * problem.itemsize, 1)
+    c.scratch, c.scratch_size, c.chunks = scratch.start, scratch.size, runs.start
+    with nogil:
+        if fmha_pool_run(kernels.tiled_run, c, parts, scratch.threads):
+            c.cut = fmha_forward_cut(&c.p)
+            fmha_pool_run(kernels.tiled_merge, c, blocks, scratch.threads)
     return finish()
 
 
@@ -1050,8 +1067,8 @@ def tile_sizes():
     return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS
 
 
-def tiled_scratch(Problem problem, bint backward, bint split):
-    """Bytes of scratch of the tiled algorithm: of one thread, and of what all share."""
+def tiled_scratch(Problem problem, bint backward, bint split, int threads):
+    """Bytes of scratch of the tiled algorithm: of one of so many threads, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef int mode = FMHA_KEYS if split else FMHA_WHOLE
     if problem.c.Hkv == 0:
@@ -1062,7 +1079,9 @@ def tiled_scratch(Problem problem, bint backward, bint split):
         return kernels.matrix_scratch(&problem.c, False) * problem.itemsize, kernels.matrix_shared(&problem.c)
     if backward:
         return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, 0
-    return kernels.forward_scratch(&problem.c) * problem.itemsize, 0
+    cdef fmha_cut runs = fmha_runs_cut(&problem.c)
+    cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
+    return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
 
 
 def decode_scratch(Problem problem):
@@ -1301,13 +1320,14 @@ cdef bytearray items_of(const fmha_cut *cut):
     return table
 
 
-def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t whole):
+def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t whole, int threads):
     """The items of each pass of a run of the named algorithm, in the order in which the pool hands them out.
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
     "blas" forward; `whole`: heads that the backward pass of "tiled" takes whole. Then its passes over whole heads, over blocks of
-    rows and over tiles of keys, each perhaps without items; "decode" has two, over chunks and over heads.
+    rows and over tiles of keys, each perhaps without items; "decode" has two, over chunks and over heads, and so has "tiled" forward
+    where runs of keys keep so many `threads` busier: over them and over blocks.
     """
     cdef fmha_cut first, second, third
     cdef Heads c
@@ -1318,7 +1338,9 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t wh
         first, second = fmha_decode_cut(&problem.c), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
     if not backward:
-        first = fmha_forward_cut(&problem.c)
+        first, second = fmha_forward_cut(&problem.c), fmha_runs_cut(&problem.c)
+        if problem.c.parts == 0 and fmha_by_runs(&problem.c, threads):
+            return [items_of(&second), items_of(&first)]
         return [items_of(&first)]
     first = fmha_backward_cut(&problem.c, FMHA_WHOLE, whole)
     second = fmha_backward_cut(&problem.c, FMHA_QUERIES, whole)

@@ -106,6 +106,9 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*lower_row)(ptrdiff_t, const void *, const void *, void *) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        void (*tiled_run)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*run_scratch)(const fmha_problem *) noexcept nogil
+        void (*tiled_merge)(void *, ptrdiff_t, int) noexcept nogil
         void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
         void (*decode)(void *, ptrdiff_t, int) noexcept nogil
@@ -166,6 +169,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_forward_cut(const fmha_problem *)
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, ptrdiff_t whole)
     fmha_cut fmha_decode_cut(const fmha_problem *)
+    fmha_cut fmha_runs_cut(const fmha_problem *)
+    bint fmha_by_runs(const fmha_problem *, int threads)
     fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)
     fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)
 

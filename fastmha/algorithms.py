@@ -150,7 +150,7 @@ def _tiled_tile(problem: Problem) -> tuple[int, int]:
 
 def _tiled_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
     problem.parts = parts_of(problem, backward)
-    return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0)
+    return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0, threads)
 
 
 def _decode_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: None, threads: int) -> None:

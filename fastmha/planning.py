@@ -215,13 +215,15 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
     B, H, Hkv, _, _, _, _ = problem.shape
     whole = tiled_whole_heads(problem, threads)
-    passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, whole)]
+    passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, whole, threads)]
     if BY_NAME[name] is DECODE:         # any chunk with keys to read as a whole one; to merge them is next to nothing
         chunks, heads = passes
         low, high = _key_ranges(problem)
         first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
         return [np.where(read, chunks["keys"].max(initial=0), 0), np.zeros(len(heads))]
+    if BY_NAME[name] is TILED and not backward and len(passes) == 2:        # to merge runs is next to nothing
+        return [_pairs_of_runs(problem, passes[0]), np.zeros(len(passes[1]))]
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
     costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
@@ -229,6 +231,21 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         return costs
     of_heads, of_blocks, of_tiles = costs
     return [5 * of_heads, 3 * of_blocks, 4 * of_tiles / max(1, len(of_tiles) // max(1, B * Hkv - whole))]
+
+
+def _pairs_of_runs(problem: Problem, items: np.ndarray) -> np.ndarray:
+    """The pairs of each item, a block of stacked rows on a run of keys."""
+    B, H, Hkv, _, _, _, _ = problem.shape
+    low, high = (np.tile(x, (1, H // Hkv)) for x in _key_ranges(problem))
+    costs = np.zeros(len(items), np.int64)
+    for key in np.unique(items["key"]):
+        of = items["key"] == key
+        end = key + items["keys"][of][0]
+        left = np.maximum(0, np.clip(high, key, end) - np.clip(low, key, end))
+        before = np.concatenate((np.zeros((B, 1), np.int64), left.cumsum(1)), axis=1)
+        b, first, last = items["b"][of], items["row"][of], items["row"][of] + items["rows"][of]
+        costs[of] = before[b, last] - before[b, first]
+    return costs
 
 
 def is_contiguous(x: np.ndarray) -> bool:

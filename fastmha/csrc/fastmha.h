@@ -59,6 +59,7 @@ typedef struct {
 
 #define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
+#define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
 #define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
 #define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
@@ -135,7 +136,7 @@ typedef struct {
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
-    char *chunks;               /* decode: of each of its items, in their order, chunk_scratch elements */
+    char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
     char *shared;               /* operands packed for matrix tiles, on a cache line */
 } fmha_run;
 
@@ -185,6 +186,10 @@ typedef struct {
     /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+    /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements, and over blocks. */
+    void (*tiled_run)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*run_scratch)(const fmha_problem *p);
+    void (*tiled_merge)(void *context, ptrdiff_t item, int worker);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*weights_scratch)(const fmha_problem *p);
     /* The decode algorithm: chunks of keys, each of which leaves a result of chunk_scratch elements, then their merging. */
@@ -319,6 +324,22 @@ static inline fmha_cut fmha_forward_cut(const fmha_problem *p)
     cut.row_step = FMHA_BLOCK_ROWS;
     cut.from_end = 1;
     return cut;
+}
+
+/* The same, each block cut into runs of its keys. */
+static inline fmha_cut fmha_runs_cut(const fmha_problem *p)
+{
+    fmha_cut cut = fmha_forward_cut(p);
+    cut.col_step = FMHA_RUN_KEYS;
+    return cut;
+}
+
+/* Whether so many threads are kept busier by runs of keys: where blocks are few. What they leave takes memory. */
+#define FMHA_MANY_BLOCKS 8      /* for each thread */
+static inline int fmha_by_runs(const fmha_problem *p, int threads)
+{
+    const fmha_cut blocks = fmha_forward_cut(p);
+    return threads > 1 && p->Lk > FMHA_RUN_KEYS && fmha_items(&blocks) < FMHA_MANY_BLOCKS * threads;
 }
 
 /* The first `whole` heads are items of FMHA_WHOLE; the others are cut, for one pass over rows and one over keys. */

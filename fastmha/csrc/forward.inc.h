@@ -1,11 +1,35 @@
-/* The "tiled" algorithm forward: one block of query rows against its keys, tile after tile, by an online softmax. */
+/* The "tiled" algorithm forward: one block of query rows against its keys, tile after tile, by an online softmax; of keys beyond
+ * FMHA_RUN_KEYS every run of so many has a softmax of its own, and they are merged in their order: in one item, or each run in an item
+ * and their merging in another, where that keeps more threads busy. The bits are the same. */
 
-/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries), sums of out (queries, value width); of each query
- * peak, total, what its sums shrink by, and the lift of its scores; values (keys, value width) where they must be copied; keys or
- * values where they must be converted; results (queries, value width) before they are rounded, where they are. */
+/* Of the rows of a block against some keys: peak and total of each, sums of out (queries, value width). */
+typedef struct {
+    REAL *peak, *total, *out;
+} FMHA_NAME(softmaxes);
+
+/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys, where
+ * there is more than one; of each query what its sums shrink by, and the lift of its scores; values (keys, value width) where they must
+ * be copied; keys or values where they must be converted; results (queries, value width) before they are rounded, where they are. */
 typedef struct {
     REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result;
+    FMHA_NAME(softmaxes) run;
 } FMHA_NAME(forward_memory);
+
+/* Returns the size in REALs; without memory that is all. */
+static ptrdiff_t FMHA_NAME(softmaxes_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(softmaxes) *x)
+{
+    ptrdiff_t used = 0;
+    x->peak = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    x->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    x->out = FMHA_NAME(take)(memory, &used, ROUND_UP(p->Dv, LANES) * BLOCK_ROWS);
+    return used;
+}
+
+static ptrdiff_t FMHA_NAME(run_scratch)(const fmha_problem *p)
+{
+    FMHA_NAME(softmaxes) unused;
+    return FMHA_NAME(softmaxes_layout)(p, NULL, &unused);
+}
 
 /* For so many keys at a time, TILE_KEYS or more. Returns the size in REALs; without memory that is all. */
 static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys, REAL *memory, FMHA_NAME(forward_memory) *m)
@@ -21,6 +45,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->copy = FMHA_NAME(take)(memory, &used, keys * value_width);
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
+    if (p->Lk > FMHA_RUN_KEYS) used += FMHA_NAME(softmaxes_layout)(p, memory ? memory + used : NULL, &m->run);
     return used;
 }
 
@@ -124,22 +149,61 @@ static void FMHA_NAME(begin_rows)(const fmha_problem *p, const FMHA_NAME(rows) *
     }
 }
 
-/* One block against all its keys. */
-static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
+/* Whether a block attends keys of the run from key j on. */
+static inline int FMHA_NAME(meets_run)(const FMHA_NAME(rows) *block, ptrdiff_t j)
+{
+    return j < block->j1 && j + FMHA_RUN_KEYS > block->j0;
+}
+
+/* Each row of a block's softmaxes <- itself and that of a run of keys behind as one. */
+static __attribute__((noinline)) void FMHA_NAME(merge_run)(const FMHA_NAME(rows) *block, const FMHA_NAME(softmaxes) *run,
+                                                           const FMHA_NAME(softmaxes) *sums)
+{
+    REAL shrink[BLOCK_ROWS], grow[BLOCK_ROWS];
+    const VEC none = v_splat(NEGATIVE_INFINITY);
+    for (ptrdiff_t q = 0; q < block->queries; q += LANES) {
+        VEC before = v_load(sums->peak + q), behind = v_load(run->peak + q), peak = v_max(behind, before);
+        VEC shift = v_select(v_equal(peak, none), v_splat(0), peak);
+        VEC a = FMHA_NAME(exp)(before - shift), b = FMHA_NAME(exp)(behind - shift);
+        v_store(sums->peak + q, peak);
+        v_store(sums->total + q, v_load(sums->total + q) * a + v_load(run->total + q) * b);
+        v_store(shrink + q, a);
+        v_store(grow + q, b);
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        REAL *to = sums->out + r * block->value_width;
+        const REAL *from = run->out + r * block->value_width;
+        for (ptrdiff_t d = 0; d < block->value_width; d += LANES) v_store(to + d, v_load(to + d) * shrink[r] + v_load(from + d) * grow[r]);
+    }
+}
+
+/* The softmaxes of a block before the first key of a run, from key `first` on: of nothing, or before all keys of the sinks. */
+static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t first, const FMHA_NAME(softmaxes) *to)
+{
+    if (first == 0) FMHA_NAME(begin_rows)(p, block, to->peak, to->total);
+    for (ptrdiff_t q = 0; first > 0 && q < block->queries; q++) {
+        to->peak[q] = NEGATIVE_INFINITY;
+        to->total[q] = 0;
+    }
+    memset(to->out, 0, (size_t)(block->queries * block->value_width) * sizeof(REAL));
+}
+
+/* One block, whose queries are packed, against its keys of [first, last), added to its softmaxes. Returns whether some tile was touched. */
+static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
+                                   const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
     const fmha_problem *p = &run->p;
     ptrdiff_t queries = block->queries, value_width = block->value_width, ld, ldv;
-    REAL *packed = m->packed, *s = m->scores, *out = m->out, *peak = m->peak, *total = m->total, *shrink = m->shrink;
-    REAL *lift = m->lift, *copy = m->copy, *converted = m->converted;
-    if (!FMHA_NAME(pack_queries)(p, block, packed, lift)) lift = NULL;
-    FMHA_NAME(begin_rows)(p, block, peak, total);
-    memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
+    REAL *packed = m->packed, *s = m->scores, *out = to->out, *peak = to->peak, *total = to->total, *shrink = m->shrink;
+    REAL *copy = m->copy, *converted = m->converted;
     int partly = 0;
+    if (first < block->j0) first = block->j0;
+    if (last > block->j1) last = block->j1;
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
-    for (ptrdiff_t start = block->j0 / TILE_KEYS * TILE_KEYS; start < block->j1 && !fmha_pool_stopped(); start += TILE_KEYS) {
+    for (ptrdiff_t start = first / TILE_KEYS * TILE_KEYS; start < last && !fmha_pool_stopped(); start += TILE_KEYS) {
         /* Keys before j0 are left out, by steps, or the sums of even and odd keys would change places. */
         ptrdiff_t j = start < block->j0 ? block->j0 / KEY_STEP * KEY_STEP : start;
-        ptrdiff_t n = (block->j1 < start + TILE_KEYS ? block->j1 : start + TILE_KEYS) - j;
+        ptrdiff_t n = (last < start + TILE_KEYS ? last : start + TILE_KEYS) - j;
         int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0, careful = touched && (purpose & FMHA_NAME(careful));
         if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
         partly |= touched;
@@ -175,9 +239,32 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
         }
         if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
     }
+    return partly;
+}
+
+/* The sums of a block whose keys it has met all: finite or not, beside whether some tile was touched. */
+static int FMHA_NAME(found)(const FMHA_NAME(rows) *block, const REAL *out, int partly)
+{
     /* from end to end: what fills up a row is finite where the row is */
-    int finite = FMHA_NAME(all_finite)(1, block->rows * value_width, out, 0);
+    int finite = FMHA_NAME(all_finite)(1, block->rows * block->value_width, out, 0);
     return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
+}
+
+/* One block against all its keys. */
+static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
+{
+    const fmha_problem *p = &run->p;
+    const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out};
+    const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) ? m->lift : NULL;
+    FMHA_NAME(begin_run)(p, block, 0, &sums);
+    int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
+    for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->j1; j += FMHA_RUN_KEYS) {
+        if (!FMHA_NAME(meets_run)(block, j)) continue;
+        FMHA_NAME(begin_run)(p, block, j, &m->run);
+        partly |= FMHA_NAME(forward_keys)(run, block, m, lift, &m->run, j, j + FMHA_RUN_KEYS, purpose);
+        FMHA_NAME(merge_run)(block, &m->run, &sums);
+    }
+    return FMHA_NAME(found)(block, m->out, partly);
 }
 
 static inline void FMHA_NAME(write_lse)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r, REAL peak, REAL total)
@@ -276,21 +363,25 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
     return item;
 }
 
-/* The rows of a block that are wanted, a bit each, of out and lse. The firewall costs finite input nothing: only where a NaN or Inf shows in the
- * result is the block done again, with zeros for what is not finite in partly removed tiles and the allowed pairs added;
- * rows that attend none of it get the same bits as ever. */
+/* The rows of a block that are wanted, a bit each, of out and lse, from what a first pass over its keys has found. The firewall costs
+ * finite input nothing: only where a NaN or Inf shows in the result is the block done again, with zeros for what is not finite in partly
+ * removed tiles and the allowed pairs added; rows that attend none of it get the same bits as ever. */
+static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
+                                   uint64_t wanted, int found)
+{
+    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly)) found = FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful));
+    uint64_t tiny = FMHA_NAME(write_block)(run, block, m, wanted);
+    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(run, block, m, wanted);
+    if (tiny) FMHA_NAME(tiny_rows)(run, block, tiny, m);
+    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
+}
+
 static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, REAL *scratch, uint64_t wanted)
 {
     FMHA_NAME(forward_memory) memory;
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(&run->p);
-    int found = FMHA_NAME(forward_block)(run, block, &memory, 0);
-    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly))
-        found = FMHA_NAME(forward_block)(run, block, &memory, FMHA_NAME(careful));
-    uint64_t tiny = FMHA_NAME(write_block)(run, block, &memory, wanted);
-    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(run, block, &memory, wanted);
-    if (tiny) FMHA_NAME(tiny_rows)(run, block, tiny, &memory);
-    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, memory.result, wanted);
+    FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, FMHA_NAME(forward_block)(run, block, &memory, 0));
 }
 
 /* Item: one block of rows of one group. */
@@ -300,6 +391,53 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
+}
+
+/* What the run of keys `index` of all blocks has left. */
+static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, ptrdiff_t index)
+{
+    FMHA_NAME(softmaxes) of;
+    FMHA_NAME(softmaxes_layout)(&run->p, (REAL *)run->chunks + index * FMHA_NAME(run_scratch)(&run->p), &of);
+    return of;
+}
+
+/* Item: one block of rows against one run of keys. */
+static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(forward_memory) m;
+    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, index);
+    const int meets = FMHA_NAME(meets_run)(&block, item.j0);
+    if (meets || item.j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item.j0, &to);     /* others are left out of the merging */
+    if (!meets) return;
+    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
+    FMHA_NAME(begin_item)(&run->p);
+    const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
+    FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item.j0, item.j0 + item.cols, 0);
+}
+
+/* Item: one block of rows, whose runs of keys become one softmax. */
+static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(forward_memory) m;
+    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    const ptrdiff_t runs = fmha_parts(p->Lk, FMHA_RUN_KEYS);
+    FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
+    FMHA_NAME(begin_item)(p);
+    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, index * runs);
+    memcpy(sums.peak, first.peak, (size_t)block.queries * sizeof(REAL));
+    memcpy(sums.total, first.total, (size_t)block.queries * sizeof(REAL));
+    memcpy(sums.out, first.out, (size_t)(block.queries * block.value_width) * sizeof(REAL));
+    for (ptrdiff_t n = 1; n < runs; n++) {
+        const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, index * runs + n);
+        if (FMHA_NAME(meets_run)(&block, n * FMHA_RUN_KEYS)) FMHA_NAME(merge_run)(&block, &of, &sums);
+    }
+    FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(found)(&block, m.out, FMHA_NAME(touched)(p, &block, 0, p->Lk)));
 }
 
 /* ------------------------------------------------------------------------------------------- forward with the weights */
