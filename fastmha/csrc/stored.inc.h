@@ -73,10 +73,10 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(stored_load)(const in
     if (type == FMHA_HALF) return (VEC)_mm512_cvtph_ps(packed);
     return (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
 #else
-#if FMHA_REAL == 32 && defined(ARM_OP)
-    if (type == FMHA_HALF) return (VEC)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)x)));
-#endif
     typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+#if FMHA_REAL == 32 && defined(ARM_OP)
+    if (type == FMHA_HALF) return (VEC)vcvt_f32_f16((float16x4_t)*(const halves *)x);
+#endif
     typedef int32_t words __attribute__((vector_size(LANES * 4)));
     typedef float floats __attribute__((vector_size(LANES * 4)));
     words bits = __builtin_convertvector(*(const halves *)x, words), wide = bits << 16;
@@ -158,13 +158,14 @@ static inline __attribute__((always_inline)) void FMHA_NAME(stored_store)(const 
             _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
             return;
         }
-#elif defined(ARM_OP)
+#endif
+        typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));     /* as half_bits */
+#ifdef ARM_OP
         if (type == FMHA_HALF) {
-            vst1_u16((uint16_t *)to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)value)));
+            *(halves *)to = (halves)vcvt_f16_f32((float32x4_t)value);
             return;
         }
 #endif
-        typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));     /* as half_bits */
         IVEC bits = v_bits(value), size = bits & ~i_splat(SIGN_BIT), sign = bits >> 16 & 0x8000, half;
         IVEC nan = i_greater(size, i_splat(0x7f800000));
         if (type == FMHA_BFLOAT) {
