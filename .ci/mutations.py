@@ -24,7 +24,7 @@ FLAGS = ["-O2", "-g0", "-w", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "
 DISPATCH = '#include "csrc/fastmha.h"\n#undef __x86_64__\n#include "csrc/dispatch.c"\n'
 OTHERS = ["tests/core", "tests/functions", "tests/modules", "tests/cache"]
 # Programs of their own: the instruction sets that this core has not, compilers, signals.
-LEFT_OUT = [f"--ignore=tests/core/test_{name}.py" for name in ("fences", "pool_stress", "interrupts")]
+LEFT_OUT = [f"--ignore=tests/core/test_{name}.py" for name in ("fences", "pool_stress", "aarch64", "interrupts")]
 
 # name: (file, what stands there once, the fault, the files that should find it)
 FAULTS = {

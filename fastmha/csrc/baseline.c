@@ -8,10 +8,20 @@
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define FMHA_ISA baseline
 #define FMHA_VECTOR_BYTES 16
+#ifdef __aarch64__      /* 32 vector registers, twice those of SSE2 */
+#define MICRO_SUMS 24
+#define MICRO_VECTORS 4
+#ifndef __clang__       /* loads moved to the front, as gcc does on ARM and not on x86, push sums out of the registers */
+#pragma GCC optimize("no-schedule-insns")
+#endif
+#else
 #define MICRO_SUMS 12
 #define MICRO_VECTORS 2
+#endif
 #include "kernels.inc.h"

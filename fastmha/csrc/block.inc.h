@@ -303,6 +303,16 @@ static inline uint32_t FMHA_NAME(bits_of)(const char *m, ptrdiff_t step, ptrdiff
 #endif
         return bits >> back;
     }
+#elif defined(ARM_OP)
+    ptrdiff_t back = MASK_KEYS - n;
+    if (step == 1 && back <= before) {
+        const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+        uint8x16_t low = vld1q_u8((const uint8_t *)m - back), high = vld1q_u8((const uint8_t *)m - back + 16);
+        uint8x16_t sums = vpaddq_u8(vandq_u8(vtstq_u8(low, low), bit), vandq_u8(vtstq_u8(high, high), bit));
+        sums = vpaddq_u8(sums, sums);       /* eight bytes become one, by the third */
+        sums = vpaddq_u8(sums, sums);
+        return vgetq_lane_u32(vreinterpretq_u32_u8(sums), 0) >> back;
+    }
 #endif
     (void)before;
     for (ptrdiff_t k = 0; k < n; k++) bits |= (uint32_t)(m[k * step] != 0) << k;

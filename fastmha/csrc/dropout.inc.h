@@ -25,6 +25,8 @@ typedef uint64_t FMHA_NAME(wide);
 #define w_product(a, b) ((WIDE)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
 #elif defined(X86_OP)
 #define w_product(a, b) ((WIDE)_mm_mul_epu32((__m128i)(a), (__m128i)(b)))
+#elif defined(ARM_OP)
+#define w_product(a, b) ((WIDE)vmull_u32(vmovn_u64((uint64x2_t)(a)), vmovn_u64((uint64x2_t)(b))))
 #else
 #define w_product(a, b) (((a) & WORD) * ((b) & WORD))
 #endif

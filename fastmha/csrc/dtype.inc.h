@@ -161,6 +161,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef EACH
 #undef ABREAST
 #undef X86_OP
+#undef ARM_OP
 #undef X86_PASTE
 #undef X86_PASTE_
 #undef X86_PREFIX

@@ -74,6 +74,9 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(stored_load)(const in
     return (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
 #else
     typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+#if FMHA_REAL == 32 && defined(ARM_OP)
+    if (type == FMHA_HALF) return (VEC)vcvt_f32_f16((float16x4_t)*(const halves *)x);
+#endif
     typedef int32_t words __attribute__((vector_size(LANES * 4)));
     typedef float floats __attribute__((vector_size(LANES * 4)));
     words bits = __builtin_convertvector(*(const halves *)x, words), wide = bits << 16;
@@ -157,6 +160,12 @@ static inline __attribute__((always_inline)) void FMHA_NAME(stored_store)(const 
         }
 #endif
         typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));     /* as half_bits */
+#ifdef ARM_OP
+        if (type == FMHA_HALF) {
+            *(halves *)to = (halves)vcvt_f16_f32((float32x4_t)value);
+            return;
+        }
+#endif
         IVEC bits = v_bits(value), size = bits & ~i_splat(SIGN_BIT), sign = bits >> 16 & 0x8000, half;
         IVEC nan = i_greater(size, i_splat(0x7f800000));
         if (type == FMHA_BFLOAT) {

@@ -135,8 +135,17 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_max(a, b) ((VEC)X86_OP(max)((a), (b)))
 #define v_min(a, b) ((VEC)X86_OP(min)((a), (b)))
 #else
+/* NEON's own max and min give NaN where either is, or the other one: neither is b. */
 #define v_max(a, b) v_select(v_greater(a, b), a, b)
 #define v_min(a, b) v_select(v_greater(b, a), a, b)
+#if defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__)) && FMHA_VECTOR_BYTES == 16 && !FMHA_PLAIN
+#if FMHA_REAL == 32
+#define ARM_OP(name) name##q_f32
+#else
+#define ARM_OP(name) name##q_f64
+#endif
+#define v_fms(a, b, c) (-(VEC)ARM_OP(vfms)((c), (a), (b)))
+#endif
 #endif
 
 /* Whether any lane of a truth is set. */
@@ -148,6 +157,8 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define v_any(truth) (_mm256_movemask_epi8((__m256i)(truth)) != 0)
 #elif defined(X86_OP)
 #define v_any(truth) (_mm_movemask_epi8((__m128i)(truth)) != 0)
+#elif defined(ARM_OP)
+#define v_any(truth) (vmaxvq_u32((uint32x4_t)(truth)) != 0)
 #elif defined(__GNUC__) || defined(__clang__)
 static inline int FMHA_NAME(any)(IVEC truth)
 {
