@@ -9,6 +9,7 @@
     crossover   the times of the algorithms over a grid and for many short sequences, and what the choice of "auto" costs
                 over the best of them
     balance     the share of the threads that the plan predicts to be busy; nothing is timed
+    threads     the time of one thread over that of all, of calls with few rows, heads or tokens, and of plain ones
     calls       what a tiny call costs beyond its arithmetic
 
 How it is timed: the arms of one comparison take turns, in turning order, for about `--seconds` (at least three rounds);
@@ -576,6 +577,37 @@ def balance(options: argparse.Namespace) -> Iterator[Table]:
                 "more; the others in parentheses.")
 
 
+# ---------------------------------------------------------------------------------------------- threads
+
+SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("plain: 8 heads, L 1024", {"B": 1, "H": 8, "L": 1024, "D": 64}),
+    ("one head, L 2048", {"B": 1, "H": 1, "L": 2048, "D": 64}),
+    ("one head, L 2048, causal", {"B": 1, "H": 1, "L": 2048, "D": 64, "is_causal": True}),
+    ("three heads, L 1024", {"B": 1, "H": 3, "L": 1024, "D": 64}),
+    ("64 rows against 100,000 keys", {"B": 1, "H": 1, "L": 64, "D": 64, "Lk": 100_000}),
+    ("one token, 32 heads on one, 40,000 keys", {"B": 1, "H": 32, "L": 1, "D": 64, "Hkv": 1, "Lk": 40_000}),
+    ("one token, 8 heads, 8192 keys", {"B": 1, "H": 8, "L": 1, "D": 64, "Lk": 8192}),
+    ("64 sequences of 24 tokens", {"B": 64, "H": 8, "L": 24, "D": 64}),
+)
+SHARE = 0.8         # of the threads, in how many times as fast they are
+
+
+def threads_table(dtype: str, options: argparse.Namespace) -> Table:
+    findings = []
+    for label, shape in SHARED:
+        call = draw(label, dtype=dtype, **shape)
+        check(call, options.threads, ("forward",))
+        best = best_times({"1": call.function("forward", 1), "all": call.function("forward", options.threads)}, options.seconds)
+        findings.append(Finding(label, {"times as fast": best["1"] / best["all"], "ms": f"{best['all'] * 1e3:.3f}"},
+                                Floor(low=SHARE * options.threads), ("times as fast",)))
+    return Table(f"{options.threads} threads beside one, {dtype}, forward", findings)
+
+
+def shared(options: argparse.Namespace) -> Iterator[Table]:
+    for dtype in DTYPES:
+        yield threads_table(dtype, options)
+
+
 # ---------------------------------------------------------------------------------------------- tiny calls
 
 REPEATS = 200       # calls in one timed arm
@@ -663,7 +695,8 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Table]]] = {
     "memory": memory,       # first: a child may inherit the peak of a parent that has grown
-    "cliffs": cliffs, "inputs": inputs, "growth": growth, "crossover": crossover, "balance": balance, "calls": calls,
+    "cliffs": cliffs, "inputs": inputs, "growth": growth, "crossover": crossover, "balance": balance, "threads": shared,
+    "calls": calls,
 }
 
 

@@ -158,7 +158,7 @@ def tiny(limits, monkeypatch):
     monkeypatch.setattr(limits.time, "sleep", lambda seconds: None)
 
 
-@pytest.mark.parametrize("section", ["cliffs", "inputs", "growth", "crossover", "balance", "calls"])
+@pytest.mark.parametrize("section", ["cliffs", "inputs", "growth", "crossover", "balance", "threads", "calls"])
 def test_a_section_prints_its_tables_and_writes_them(limits, tiny, section, tmp_path, capsys):
     status = limits.main(["--only", section, "--seconds", "0", "--json", str(tmp_path / "limits.json")])
     printed = capsys.readouterr().out
