@@ -1,7 +1,7 @@
 /* The kernels against plain loops in double, without Python: for an architecture that only an emulator runs here.
  *
- * Prints a line for each comparison, "ok" or "WRONG" first, and ends with 1 where one is wrong. Every run is made with 1 and with 3
- * threads, which must give the same bits. */
+ * Prints a line for each comparison, "ok" or "WRONG" first, and ends with 1 where one is wrong. Attention is run with 1 and with
+ * 3 threads, which must give the same bits. */
 #include "fastmha.h"
 #include "pool.h"
 
@@ -49,7 +49,8 @@ typedef struct {
 static double of_float16(unsigned bits)
 {
     int exponent = bits >> 10 & 31;
-    double size = exponent == 31 ? (bits & 1023 ? NAN : INFINITY) : exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
+    double size = exponent ? ldexp(1024 + (bits & 1023), exponent - 25) : ldexp(bits & 1023, -24);
+    if (exponent == 31) size = bits & 1023 ? NAN : INFINITY;
     return bits & 0x8000 ? -size : size;
 }
 
@@ -121,9 +122,11 @@ typedef struct {
     ptrdiff_t B, H, Hkv, Lq, Lk, D, Dv;
     int causal;
     double softcap;
+    int masked, dropped;        /* a boolean mask; half of the pairs dropped */
 } shape;
 
 typedef struct {
+    uint8_t *mask;
     double *q, *k, *v, *grad, *out, *lse, *weights, *grad_q, *grad_k, *grad_v;
 } exact;
 
@@ -133,6 +136,22 @@ static double *zeros(ptrdiff_t n)
     return memset(x, 0, (size_t)n * sizeof(double));
 }
 
+/* Philox4x32-10 as dropout.inc.h says it, one word at a time: whether a pair is kept. */
+static int kept(uint64_t seed, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i, ptrdiff_t j)
+{
+    uint32_t c[4] = {(uint32_t)(j / 4), (uint32_t)i, (uint32_t)h, (uint32_t)b}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    for (int round = 0; round < 10; round++, key[0] += 0x9E3779B9, key[1] += 0xBB67AE85) {
+        const uint64_t first = (uint64_t)c[0] * 0xD2511F53, second = (uint64_t)c[2] * 0xCD9E8D57;
+        c[0] = (uint32_t)(second >> 32) ^ c[1] ^ key[0];
+        c[2] = (uint32_t)(first >> 32) ^ c[3] ^ key[1];
+        c[1] = (uint32_t)second;
+        c[3] = (uint32_t)first;
+    }
+    return c[j % 4] >= 0x80000000;
+}
+
+static const uint64_t SEED = 0x123456789abcdef;
+
 static void attend_plainly(const shape *s, double scale, exact *x)
 {
     const ptrdiff_t rows = s->B * s->H * s->Lq, group = s->H / s->Hkv;
@@ -141,34 +160,38 @@ static void attend_plainly(const shape *s, double scale, exact *x)
     for (ptrdiff_t r = 0; r < rows; r++) {
         const ptrdiff_t head = r / s->Lq / s->H * s->Hkv + r / s->Lq % s->H / group;
         const ptrdiff_t n = s->causal ? r % s->Lq + s->Lk - s->Lq + 1 : s->Lk;
-        const double *q = x->q + r * s->D, *k = x->k + head * s->Lk * s->D, *v = x->v + head * s->Lk * s->Dv, *grad = x->grad + r * s->Dv;
-        double *p = x->weights + r * s->Lk, *slope = zeros(n), total = 0, delta = 0;
+        const double *q = x->q + r * s->D, *k = x->k + head * s->Lk * s->D;
+        const double *v = x->v + head * s->Lk * s->Dv, *grad = x->grad + r * s->Dv;
+        double *p = x->weights + r * s->Lk, *slope = zeros(n), *drawn = zeros(n), total = 0, delta = 0;
         for (ptrdiff_t j = 0; j < n; j++) {
             double score = 0, tanh_of;
             for (ptrdiff_t d = 0; d < s->D; d++) score += scale * q[d] * k[j * s->D + d];
             tanh_of = s->softcap ? tanh(score / s->softcap) : 0;
             slope[j] = 1 - tanh_of * tanh_of;
             p[j] = exp(s->softcap ? s->softcap * tanh_of : score);      /* small enough without the peak */
+            if (s->masked && x->mask[r * s->Lk + j]) p[j] = 0;
+            drawn[j] = !s->dropped ? 1 : kept(SEED, r / s->Lq / s->H, r / s->Lq % s->H, r % s->Lq, j) ? 2 : 0;
             total += p[j];
         }
         x->lse[r] = log(total);
         for (ptrdiff_t j = 0; j < n; j++)
-            for (ptrdiff_t d = 0; d < s->Dv; d++) x->out[r * s->Dv + d] += (p[j] / total) * v[j * s->Dv + d];
+            for (ptrdiff_t d = 0; d < s->Dv; d++) x->out[r * s->Dv + d] += p[j] / total * drawn[j] * v[j * s->Dv + d];
         for (ptrdiff_t d = 0; d < s->Dv; d++) delta += grad[d] * x->out[r * s->Dv + d];
         for (ptrdiff_t j = 0; j < n; j++) {
             double grad_p = 0, grad_s;
             p[j] /= total;
             for (ptrdiff_t d = 0; d < s->Dv; d++) {
                 grad_p += grad[d] * v[j * s->Dv + d];
-                x->grad_v[(head * s->Lk + j) * s->Dv + d] += p[j] * grad[d];
+                x->grad_v[(head * s->Lk + j) * s->Dv + d] += p[j] * drawn[j] * grad[d];
             }
-            grad_s = scale * p[j] * (grad_p - delta) * slope[j];
+            grad_s = scale * p[j] * (grad_p * drawn[j] - delta) * slope[j];
+            p[j] *= drawn[j];
             for (ptrdiff_t d = 0; d < s->D; d++) {
                 x->grad_q[r * s->D + d] += grad_s * k[j * s->D + d];
                 x->grad_k[(head * s->Lk + j) * s->D + d] += grad_s * q[d];
             }
         }
-        free(slope);
+        free(slope), free(drawn);
     }
 }
 
@@ -230,8 +253,9 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
     for (int m = way == BACKWARD ? 0 : 1; m < (way == BACKWARD ? 1 : 3); m++) {
         run->mode = modes[m];
         run->cut = fmha_backward_cut(&run->p, run->mode, way == BACKWARD ? PTRDIFF_MAX : 0);
+        const fmha_task task = t->parts ? kernels->matrix_backward : kernels->tiled_backward;
         give_scratch(run, (t->parts ? kernels->gradient_scratch : kernels->backward_scratch)(&run->p, run->mode) * t->real, threads);
-        fmha_pool_run(t->parts ? kernels->matrix_backward : kernels->tiled_backward, run, fmha_items(&run->cut), threads);
+        fmha_pool_run(task, run, fmha_items(&run->cut), threads);
         free(run->scratch);
     }
     if (t->parts) free(run->shared);
@@ -255,6 +279,10 @@ static void test_attention(const kind *t, const shape *s)
     };
     fmha_array grad = array(operand(t, rows * s->Dv, &x.grad), s->H, s->Lq, s->Dv);
     char what[200], *result[2][RESULTS];
+    x.mask = memory((size_t)(rows * s->Lk));
+    for (ptrdiff_t i = 0; i < rows * s->Lk; i++) x.mask[i] = i % s->Lk && draw() > 0.3;     /* each row keeps its first key */
+    if (s->masked) p.bool_mask = array(x.mask, s->H, s->Lq, s->Lk);
+    if (s->dropped) p.dropout = (fmha_dropout){.factor = 2, .below = 0x80000000, .seed = SEED};
     attend_plainly(s, p.scale, &x);
     const double *expected[RESULTS] = {x.out, x.lse, x.weights, x.grad_q, x.grad_k, x.grad_v};
     for (int way = TILED; way <= BACKWARD_SPLIT; way++) {
@@ -272,16 +300,18 @@ static void test_attention(const kind *t, const shape *s)
             forward(t, &run, way < BACKWARD ? way : TILED, threads);
             if (way >= BACKWARD) backward(t, &run, way, threads);
         }
-        for (int r = way < BACKWARD ? OUT : GRAD_Q; r < (way < BACKWARD ? way == TILED_WEIGHTS ? GRAD_Q : WEIGHTS : RESULTS); r++) {
+        const int first = way < BACKWARD ? OUT : GRAD_Q, end = way >= BACKWARD ? RESULTS : way == TILED_WEIGHTS ? GRAD_Q : WEIGHTS;
+        for (int r = first; r < end; r++) {
             int of_real = r == LSE || r == WEIGHTS;
-            snprintf(what, sizeof what, "%s, %s, Lq %d Lk %d D %d Dv %d", ways[way], names[r], (int)s->Lq, (int)s->Lk, (int)s->D, (int)s->Dv);
+            snprintf(what, sizeof what, "%s, %s, Lq %d Lk %d D %d Dv %d", ways[way], names[r], (int)s->Lq, (int)s->Lk, (int)s->D,
+                     (int)s->Dv);
             (of_real ? compare_real : compare)(t, what, result[0][r], expected[r], many[r], t->epsilon);
             same(t, "whatever the threads", result[0][r], result[1][r], many[r] * (of_real ? t->real : t->size));
         }
         for (int r = 0; r < RESULTS; r++) free(result[0][r]), free(result[1][r]);
     }
     free(p.q.data), free(p.k.data), free(p.v.data), free(grad.data);
-    free(x.q), free(x.k), free(x.v), free(x.grad);
+    free(x.mask), free(x.q), free(x.k), free(x.v), free(x.grad);
     for (int r = 0; r < RESULTS; r++) free((void *)expected[r]);
 }
 
@@ -294,15 +324,18 @@ static void test_products(const kind *t, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K)
         const int trans_a = turned & 1, trans_b = turned >> 1;
         const kind real = of_computation(t);
         double *a, *b, *bias, *expected = zeros(M * N);
-        void *x = operand(t->parts ? t : &real, M * K, &a), *y = operand(t, K * N, &b), *c = memory((size_t)(M * N * 8)), *scratch, *tiles[2];
+        void *x = operand(t->parts ? t : &real, M * K, &a), *y = operand(t, K * N, &b), *c = memory((size_t)(M * N * 8));
+        void *scratch, *tiles[2];
         fmha_finish last = {.bias = operand(&real, N, &bias)};
         const ptrdiff_t lda = trans_a ? M : K, ldb = trans_b ? K : N;
         for (ptrdiff_t i = 0; i < M; i++)
             for (ptrdiff_t j = 0; j < N; j++) {
                 expected[i * N + j] = bias[j];
-                for (ptrdiff_t k = 0; k < K; k++) expected[i * N + j] += a[trans_a ? k * M + i : i * K + k] * b[trans_b ? j * K + k : k * N + j];
+                for (ptrdiff_t k = 0; k < K; k++)
+                    expected[i * N + j] += a[trans_a ? k * M + i : i * K + k] * b[trans_b ? j * K + k : k * N + j];
             }
-        snprintf(what, sizeof what, "product %d x %d x %d%s%s", (int)M, (int)N, (int)K, trans_a ? ", a transposed" : "", trans_b ? ", b transposed" : "");
+        snprintf(what, sizeof what, "product %d x %d x %d%s%s", (int)M, (int)N, (int)K, trans_a ? ", a transposed" : "",
+                 trans_b ? ", b transposed" : "");
         if (t->parts) {
             fmha_tile_product product = {.M = M, .N = N, .K = K, .parts_a = t->parts, .parts_b = t->parts, .type_c = t->type};
             product.a = tiles[0] = memory((size_t)(t->parts * t->kernels->tiles_size(M, K) * 2));
@@ -326,10 +359,12 @@ static void test_products(const kind *t, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K)
 /* -square + x * x, whose last digits only a fused multiply-add has. */
 static void test_product_is_fused(const kind *t)
 {
-    double x = t->is_double ? 1 + 0x1p-30 : 1 + 0x1p-20, expected = t->is_double ? fma(x, x, -(x * x)) : fma(x, x, -(double)((float)x * (float)x));
-    double a_64[2] = {1, x}, b_64[2] = {-(x * x), x}, c_64;
-    float a_32[2] = {1, (float)x}, b_32[2] = {-(float)(x * x), (float)x}, c_32;
-    void *a = t->is_double ? (void *)a_64 : a_32, *b = t->is_double ? (void *)b_64 : b_32, *c = t->is_double ? (void *)&c_64 : &c_32;
+    const double x = t->is_double ? 1 + 0x1p-30 : 1 + 0x1p-20, expected = t->is_double ? 0x1p-60 : 0x1p-40;
+    const double square = t->is_double ? 1 + 0x1p-29 : 1 + 0x1p-19;         /* rounded */
+    double a_64[2] = {1, x}, b_64[2] = {-square, x}, c_64;
+    float a_32[2] = {1, (float)x}, b_32[2] = {-(float)square, (float)x}, c_32;
+    void *a = t->is_double ? (void *)a_64 : a_32, *b = t->is_double ? (void *)b_64 : b_32;
+    void *c = t->is_double ? (void *)&c_64 : &c_32;
     void *scratch = memory((size_t)(t->kernels->gemm_scratch(1) * t->real));
     fmha_finish last = {0};
     t->kernels->gemm(FMHA_SAME, 0, 0, 1, 1, 2, a, 2, b, 1, c, 1, &last, NULL, scratch);
@@ -417,7 +452,8 @@ int main(void)
         {"float32 on tiles, two parts", FMHA_AMX_EMULATED, 0, FMHA_SAME, 2, NULL, 4, 4, 0x1p-13},
     };
     static const shape shapes[] = {     /* lanes, blocks of rows, tiles and chunks of keys, each with something left over */
-        {1, 1, 1, 1, 2, 1, 1, 0, 0}, {2, 4, 2, 3, 5, 3, 7, 0, 0}, {1, 2, 1, 7, 530, 33, 17, 1, 0}, {2, 2, 1, 70, 209, 19, 5, 1, 0.5},
+        {1, 1, 1, 1, 2, 1, 1, 0, 0, 0, 0}, {2, 4, 2, 3, 5, 3, 7, 0, 0, 0, 0}, {1, 2, 1, 7, 530, 33, 17, 1, 0, 0, 0},
+        {2, 2, 1, 70, 209, 19, 5, 1, 0.5, 0, 0}, {1, 2, 1, 9, 230, 8, 8, 0, 0, 1, 1}, {1, 1, 1, 66, 199, 5, 3, 1, 0, 1, 0},
     };
     for (unsigned i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         kind *t = &kinds[i];
