@@ -81,8 +81,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
     for (ptrdiff_t l = 0; l < LANES; l++) {
         const char *key = k + (l < keys ? l : 0) * ldk * size;
         if (l < keys)
-            for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch(ahead->v + (l * ahead->ldv + d) * size);
-        if (l + LANES < ahead->keys_left)
+            for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch_far(ahead->v + (l * ahead->ldv + d) * size);
+        if (l + LANES < ahead->keys_left && (many > 1))
             for (ptrdiff_t d = key_from; d < key_to; d += line) v_prefetch(key + (LANES * ldk + d) * size);
         VEC even[DECODE_TOGETHER], odd[DECODE_TOGETHER];
 #pragma GCC unroll 4
@@ -147,14 +147,15 @@ static void FMHA_NAME(decode_scores)(const fmha_problem *p, ptrdiff_t rows, ptrd
     }
 }
 
-/* out (rows, columns) <- out + a (rows, depth) @ v (depth, columns), the first time (shrink given) shrink * out + … Each is a
+/* out (rows, columns) <- out + a (rows, depth) @ v (depth, columns), the first time (shrink given) shrink * out + …; next: keys that are
+ * fetched meanwhile, or memory would be idle. Each is a
  * product of its own: where one compiled body serves both, a compiler may select shrink * out or out before the sum, and not fuse
  * them in the body for some numbers of rows, whose bits are then others. */
 #define DECODE_SUMS(type) \
-    if (shrink) FMHA_NAME(product_of)(type, FMHA_SCALE_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink); \
-    else FMHA_NAME(product_of)(type, FMHA_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, a)
+    if (shrink) FMHA_NAME(product_of)(type, FMHA_SCALE_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, shrink, next); \
+    else FMHA_NAME(product_of)(type, FMHA_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, columns, a, next)
 static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a, const char *v, ptrdiff_t ldv,
-                                   REAL *out, const REAL *shrink)
+                                   REAL *out, const REAL *shrink, const FMHA_NAME(next_rows) *next)
 {
     switch (type) {
     case FMHA_HALF: DECODE_SUMS(FMHA_HALF); break;
@@ -207,17 +208,20 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         }
         partly |= touched;
         for (ptrdiff_t e = 0; e < n; e += DECODE_VALUES) {
-            ptrdiff_t part = n - e < DECODE_VALUES ? n - e : DECODE_VALUES;
+            ptrdiff_t part = n - e < DECODE_VALUES ? n - e : DECODE_VALUES, soon = j + DECODE_KEYS + e;
+            const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored);
+            const FMHA_NAME(next_rows) keys = {FMHA_NAME(stored_row)(p, &p->k, b, hkv, soon < last ? soon : j), p->k.stride[2] * size, p->D * size};
+            const FMHA_NAME(next_rows) *next = soon + part <= last ? &keys : NULL;
             /* out (rows, Dv) <- shrink * out + probabilities (rows, keys) @ v (keys, Dv) */
             if (value_width == p->Dv && !(careful && touched)) {
                 FMHA_NAME(decode_sums)(p->stored, rows, value_width, part, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
-                                       p->v.stride[2], out, e ? NULL : shrink);
+                                       p->v.stride[2], out, e ? NULL : shrink, next);
                 continue;
             }
             ptrdiff_t ldv;
             const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv);
             const REAL *values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), m->copy, &ld);
-            FMHA_NAME(decode_sums)(FMHA_SAME, rows, value_width, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
+            FMHA_NAME(decode_sums)(FMHA_SAME, rows, value_width, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink, next);
             for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
                 fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
                                     .ld = DECODE_KEYS};

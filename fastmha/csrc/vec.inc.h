@@ -424,6 +424,8 @@ static inline VEC FMHA_NAME(sums)(VEC row[])
 
 #if defined(__GNUC__) || defined(__clang__)
 #define v_prefetch(pointer) __builtin_prefetch(pointer)
+#define v_prefetch_far(pointer) __builtin_prefetch(pointer, 0, 2)      /* no farther than the second cache: what waits for the first is few */
 #else
 #define v_prefetch(pointer) ((void)0)
+#define v_prefetch_far(pointer) ((void)0)
 #endif
