@@ -82,7 +82,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_group)(
         const char *key = k + (l < keys ? l : 0) * ldk * size;
         if (l < keys)
             for (ptrdiff_t d = value_from; d < value_to; d += line) v_prefetch_far(ahead->v + (l * ahead->ldv + d) * size);
-        if (l + LANES < ahead->keys_left && (many > 1))
+        if (many > 1 && l + LANES < ahead->keys_left)
             for (ptrdiff_t d = key_from; d < key_to; d += line) v_prefetch(key + (LANES * ldk + d) * size);
         VEC even[DECODE_TOGETHER], odd[DECODE_TOGETHER];
 #pragma GCC unroll 4

@@ -7,9 +7,9 @@ typedef struct {
     REAL *peak, *total, *out;
 } FMHA_NAME(softmaxes);
 
-/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys, where
- * there is more than one; of each query what its sums shrink by, and the lift of its scores; values (keys, value width) where they must
- * be copied; keys or values where they must be converted; results (queries, value width) before they are rounded, where they are. */
+/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys behind the
+ * first; of each query what its sums shrink by, and the lift of its scores; values (keys, value width) where they must be copied; keys
+ * or values where they must be converted; results (queries, value width) before they are rounded, where they are. */
 typedef struct {
     REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result;
     FMHA_NAME(softmaxes) run;
@@ -45,7 +45,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->copy = FMHA_NAME(take)(memory, &used, keys * value_width);
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
-    if (p->Lk > FMHA_RUN_KEYS) used += FMHA_NAME(softmaxes_layout)(p, memory ? memory + used : NULL, &m->run);
+    used += FMHA_NAME(softmaxes_layout)(p, memory ? memory + used : NULL, &m->run);
     return used;
 }
 
