@@ -334,12 +334,15 @@ static inline fmha_cut fmha_runs_cut(const fmha_problem *p)
     return cut;
 }
 
-/* Whether so many threads are kept busier by runs of keys: where blocks are few. What they leave takes memory. */
+/* Whether so many threads are kept busier by runs of keys: where blocks are few, unless, all of one cost, they keep nine threads of
+ * ten busy. What runs leave takes memory. */
 #define FMHA_MANY_BLOCKS 8      /* for each thread */
 static inline int fmha_by_runs(const fmha_problem *p, int threads)
 {
-    const fmha_cut blocks = fmha_forward_cut(p);
-    return threads > 1 && p->Lk > FMHA_RUN_KEYS && fmha_items(&blocks) < FMHA_MANY_BLOCKS * threads;
+    const fmha_cut cut = fmha_forward_cut(p);
+    const ptrdiff_t blocks = fmha_items(&cut), rounds = (blocks + threads - 1) / threads;
+    if (threads == 1 || p->Lk <= FMHA_RUN_KEYS || blocks >= FMHA_MANY_BLOCKS * threads) return 0;
+    return p->banded || 10 * blocks < 9 * rounds * threads;
 }
 
 /* The first `whole` heads are items of FMHA_WHOLE; the others are cut, for one pass over rows and one over keys. */
