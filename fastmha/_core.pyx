@@ -18,8 +18,9 @@ from fastmha._kernels cimport (
     FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_QUERIES, FMHA_RELU, FMHA_ROW_STATE, FMHA_SAME, FMHA_SILU,
     FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_backward_cut,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
-    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_runs, fmha_cut, fmha_decode_cut, fmha_finish,
-    fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
+    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_runs, fmha_cut, fmha_decode_cut,
+    fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
+    fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
     fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
     fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
@@ -1326,8 +1327,8 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t wh
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
     "blas" forward; `whole`: heads that the backward pass of "tiled" takes whole. Then its passes over whole heads, over blocks of
-    rows and over tiles of keys, each perhaps without items; "decode" has two, over chunks and over heads, and so has "tiled" forward
-    where runs of keys keep so many `threads` busier: over them and over blocks.
+    rows and over tiles of keys, each perhaps without items; "decode" has two, over chunks and over heads, and so has "tiled"
+    forward where runs of keys keep so many `threads` busier: over them and over blocks.
     """
     cdef fmha_cut first, second, third
     cdef Heads c
