@@ -1429,7 +1429,7 @@ cdef int multiply(Product *s, bint by_blas, int threads) except -1:
         with nogil:
             run(product_item, s, items, threads)
     else:
-        scratch = scratch_for(s.kernels.gemm_scratch(s.cut.col_step) * s.itemsize, items, threads)
+        scratch = scratch_for(s.kernels.gemm_scratch(min(s.m, s.cut.row_step), s.cut.col_step, s.k) * s.itemsize, items, threads)
         s.scratch, s.scratch_size = scratch.start, scratch.size
         with nogil:
             fmha_pool_run(product_item, s, items, scratch.threads)

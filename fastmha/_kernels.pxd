@@ -138,7 +138,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*gemm)(int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil
-        ptrdiff_t (*gemm_scratch)(ptrdiff_t N) noexcept nogil
+        ptrdiff_t (*gemm_scratch)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K) noexcept nogil
         void (*finish)(ptrdiff_t, ptrdiff_t, void *, ptrdiff_t, const fmha_finish *) noexcept nogil
         void (*activate_row)(int, ptrdiff_t, const void *, void *) noexcept nogil
         void (*activate_row_backward)(int, ptrdiff_t, const void *, const void *, void *) noexcept nogil

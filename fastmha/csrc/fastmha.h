@@ -225,13 +225,13 @@ typedef struct {
     void (*tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns, void *c, ptrdiff_t ldc,
                       const fmha_finish *last, void *scratch);
 
-    /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch(N) elements.
+    /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch(M, N, K) elements.
      * packed: b (K, N) as gemm_pack has left it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns
      * starts at a multiple of FMHA_PANEL_COLUMNS. type: of b, FMHA_SAME or, where it is not packed, half precision. */
     void (*gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const void *a, ptrdiff_t lda, const void *b,
                  ptrdiff_t ldb, void *c, ptrdiff_t ldc, const fmha_finish *last, const void *packed, void *scratch);
     void (*gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdiff_t ldb, void *packed);
-    ptrdiff_t (*gemm_scratch)(ptrdiff_t N);
+    ptrdiff_t (*gemm_scratch)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K);
     /* c (rows, cols) := activation(c + bias) + residual. */
     void (*finish)(ptrdiff_t rows, ptrdiff_t cols, void *c, ptrdiff_t ldc, const fmha_finish *last);
 

@@ -22,26 +22,30 @@ _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product star
 #define ONE_NEAR (1 << 20)  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
 #define ONE_VECTORS 8
 
-/* Scratch of a product with N columns: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums
- * (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. */
+/* Scratch of a product (M, N) over K: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums
+ * (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. No less than that of any
+ * product inside it. */
 typedef struct {
+    ptrdiff_t depth;
     REAL *panels, *block_of_a, *edge, *part;
 } FMHA_NAME(gemm_memory);
 
-static ptrdiff_t FMHA_NAME(gemm_layout)(ptrdiff_t N, REAL *memory, FMHA_NAME(gemm_memory) *m)
+static ptrdiff_t FMHA_NAME(gemm_layout)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, REAL *memory, FMHA_NAME(gemm_memory) *m)
 {
+    const ptrdiff_t rows = M < GEMM_ROWS ? M : GEMM_ROWS, columns = N < GEMM_WIDE ? ROUND_UP(N, PANEL) : GEMM_WIDE;
     ptrdiff_t used = 0, few = 0;
-    m->panels = FMHA_NAME(take)(memory, &used, GEMM_DEPTH * (N < GEMM_WIDE ? ROUND_UP(N, PANEL) : GEMM_WIDE));
-    m->block_of_a = FMHA_NAME(take)(memory, &used, (GEMM_DEPTH + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) * GEMM_ROWS);
-    m->edge = FMHA_NAME(take)(memory, &used, GEMM_ROWS * PANEL);
-    m->part = FMHA_NAME(take)(memory, &few, FEW_ROWS * FEW_COLUMNS);
+    m->depth = K < GEMM_DEPTH ? ROUND_UP(K, LANES) : GEMM_DEPTH;
+    m->panels = FMHA_NAME(take)(memory, &used, m->depth * columns);
+    m->block_of_a = FMHA_NAME(take)(memory, &used, (m->depth + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) * rows);
+    m->edge = FMHA_NAME(take)(memory, &used, rows * PANEL);
+    m->part = FMHA_NAME(take)(memory, &few, K > GEMM_DEPTH ? FEW_ROWS * FEW_COLUMNS : 0);
     return used > few ? used : few;
 }
 
-static ptrdiff_t FMHA_NAME(gemm_scratch)(ptrdiff_t N)
+static ptrdiff_t FMHA_NAME(gemm_scratch)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K)
 {
     FMHA_NAME(gemm_memory) unused;
-    return FMHA_NAME(gemm_layout)(N, NULL, &unused);
+    return FMHA_NAME(gemm_layout)(M, N, K, NULL, &unused);
 }
 
 /* to (depth, ld) <- b[:, :columns], zeros beyond, up to whole vectors; b (depth, columns), or (columns, depth) if transposed. */
@@ -266,7 +270,7 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
     const char *b0 = b_;
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     FMHA_NAME(gemm_memory) memory;
-    FMHA_NAME(gemm_layout)(N, scratch, &memory);
+    FMHA_NAME(gemm_layout)(M, N, K, scratch, &memory);
     REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
     const ptrdiff_t wide = packed ? N : M <= GEMM_FEW ? GEMM_NARROW : GEMM_WIDE;
     if (K == 0) {
@@ -284,7 +288,7 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
             ptrdiff_t depth = K - k0 < GEMM_DEPTH ? K - k0 : GEMM_DEPTH, end = N - first < wide ? N : first + wide;
             if (!packed)
                 FMHA_NAME(pack_panels)(type, trans_b, depth, end - first, b0 + (trans_b ? first * ldb + k0 : k0 * ldb + first) * size, ldb,
-                                       memory.panels, GEMM_DEPTH);
+                                       memory.panels, memory.depth);
             for (ptrdiff_t m0 = 0; m0 < M; m0 += GEMM_ROWS) {
                 ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda;
                 const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
@@ -295,7 +299,7 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
                 }
                 for (ptrdiff_t n0 = first; n0 < end; n0 += PANEL) {
                     ptrdiff_t columns = N - n0 < PANEL ? N - n0 : PANEL, whole = ROUND_UP(columns, LANES), ld = whole;
-                    const REAL *rows_of_b = memory.panels + (n0 - first) * GEMM_DEPTH;
+                    const REAL *rows_of_b = memory.panels + (n0 - first) * memory.depth;
                     if (packed) rows_of_b = (const REAL *)packed + n0 * K + k0 * whole;
                     /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                     REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;

@@ -348,7 +348,7 @@ static void test_products(const kind *t, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K)
             free(tiles[0]), free(tiles[1]);
             compare(t, what, c, expected, M * N, t->epsilon);
         } else {
-            scratch = memory((size_t)(t->kernels->gemm_scratch(N) * t->real));
+            scratch = memory((size_t)(t->kernels->gemm_scratch(M, N, K) * t->real));
             t->kernels->gemm(t->type, trans_a, trans_b, M, N, K, x, lda, y, ldb, c, N, &last, NULL, scratch);
             compare_real(t, what, c, expected, M * N, 64 * (t->is_double ? DBL_EPSILON : FLT_EPSILON));
         }
@@ -365,7 +365,7 @@ static void test_product_is_fused(const kind *t)
     float a_32[2] = {1, (float)x}, b_32[2] = {-(float)square, (float)x}, c_32;
     void *a = t->is_double ? (void *)a_64 : a_32, *b = t->is_double ? (void *)b_64 : b_32;
     void *c = t->is_double ? (void *)&c_64 : &c_32;
-    void *scratch = memory((size_t)(t->kernels->gemm_scratch(1) * t->real));
+    void *scratch = memory((size_t)(t->kernels->gemm_scratch(1, 1, 2) * t->real));
     fmha_finish last = {0};
     t->kernels->gemm(FMHA_SAME, 0, 0, 1, 1, 2, a, 2, b, 1, c, 1, &last, NULL, scratch);
     free(scratch);
