@@ -14,9 +14,10 @@ from numpy import dtype as numpy_dtype
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
     FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_GELU,
-    FMHA_GELU_TANH, FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_KEYS, FMHA_LARGE, FMHA_NO_ACTIVATION,
-    FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_QUERIES, FMHA_RELU, FMHA_ROW_STATE, FMHA_SAME, FMHA_SILU,
-    FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_backward_cut,
+    FMHA_GELU_TANH, FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE, FMHA_NO_ACTIVATION,
+    FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PARTS, FMHA_PREPARE, FMHA_RELU, FMHA_RESULTS, FMHA_ROW_STATE,
+    FMHA_SAME, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
+    fmha_backward_cut, fmha_backward_items, fmha_backward_split,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
     fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_runs, fmha_cut, fmha_decode_cut,
     fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
@@ -988,12 +989,12 @@ cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t item
     return finish()
 
 
-def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, ptrdiff_t whole, int threads):
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, str split, int threads):
     """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
     shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
-    The first `whole` of the B * Hkv key/value heads are items of their own; the others are taken in two passes over blocks
-    of rows and tiles of keys: more work, more items, the same bits.
+    split: "whole", "turns" or "parts" whatever the threads (backward.inc.h says what these are), None: as is best for them. The
+    bits are the same.
     """
     cdef fmha_run c
     c.p = problem.c
@@ -1004,20 +1005,32 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     read_array(grad_q, &c.grad_q, NULL, problem.element_size, True)
     read_array(grad_k, &c.grad_k, NULL, problem.stored_size, True)
     read_array(grad_v, &c.grad_v, NULL, problem.stored_size, True)
-    run_tiled_backward(&c, problem, whole, threads)
+    run_tiled_backward(&c, problem, split, threads)
 
 
-cdef int run_tiled_backward(fmha_run *c, Problem problem, ptrdiff_t whole, int threads) except -1:
-    cdef Scratch scratch, between, shared
+SPLITS = {"whole": FMHA_WHOLE, "turns": FMHA_TURNS, "parts": FMHA_PARTS}
+
+
+def backward_split(Problem problem, int threads):
+    """(how a backward pass of "tiled" splits heads for so many threads, how many key/value heads are whole)."""
+    cdef ptrdiff_t whole
+    cdef int split = fmha_backward_split(&problem.c, threads, &whole)
+    return {number: name for name, number in SPLITS.items()}[split], whole
+
+
+cdef int run_tiled_backward(fmha_run *c, Problem problem, str wanted, int threads) except -1:
+    cdef Scratch scratch, kept, shared
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, items, own
-    cdef int mode
+    cdef ptrdiff_t size = problem.itemsize, items, own, whole
+    cdef int mode, split
     threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
-    if threads == 1:
-        whole = c.p.B * c.p.Hkv
-    if c.row_states == NULL and whole < c.p.B * c.p.Hkv:
-        between = Scratch(c.p.B * c.p.H * c.p.Lq * FMHA_ROW_STATE * size, 1)
-        c.row_states = between.start
+    split = fmha_backward_split(&c.p, threads, &whole)
+    if wanted is not None:
+        split = SPLITS[wanted]
+        whole = c.p.B * c.p.Hkv if split == FMHA_WHOLE else 0
+    if whole < c.p.B * c.p.Hkv:
+        kept = Scratch((c.p.B * c.p.Hkv - whole) * kernels.backward_shared(&c.p) * size, 1)
+        c.kept = kept.start
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
     if on_tiles:
@@ -1029,11 +1042,11 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, ptrdiff_t whole, int t
                 c.cut = fmha_forward_cut(&c.p)
                 fmha_pool_run(kernels.gradient_pack_rows, c, fmha_items(&c.cut), threads)
         finish()
-    for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
+    for mode in (FMHA_WHOLE, FMHA_PREPARE, split, FMHA_RESULTS):
         c.mode = mode
         c.cut = fmha_backward_cut(&c.p, mode, whole)
-        items = fmha_items(&c.cut)
-        if items == 0:
+        items = fmha_backward_items(&c.p, &c.cut, mode)
+        if items == 0 or (mode != FMHA_WHOLE and split == FMHA_WHOLE):
             continue
         own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode) * size
         scratch = scratch_for(own, items, threads)
@@ -1068,18 +1081,22 @@ def tile_sizes():
     return FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS
 
 
-def tiled_scratch(Problem problem, bint backward, bint split, int threads):
+def tiled_scratch(Problem problem, bint backward, int threads):
     """Bytes of scratch of the tiled algorithm: of one of so many threads, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef int mode = FMHA_KEYS if split else FMHA_WHOLE
+    cdef ptrdiff_t whole = 0, split_heads
+    fmha_backward_split(&problem.c, threads, &whole)
+    cdef int mode = FMHA_WHOLE if whole else FMHA_TURNS
+    split_heads = (problem.c.B * problem.c.Hkv - whole) * problem.itemsize
     if problem.c.Hkv == 0:
         return 0, 0
     if problem.c.parts > 0 and kernels.matrix_forward != NULL:
         if backward:
-            return kernels.gradient_scratch(&problem.c, mode) * problem.itemsize, kernels.gradient_shared(&problem.c)
+            return (kernels.gradient_scratch(&problem.c, mode) * problem.itemsize,
+                    kernels.gradient_shared(&problem.c) + split_heads * kernels.backward_shared(&problem.c))
         return kernels.matrix_scratch(&problem.c, False) * problem.itemsize, kernels.matrix_shared(&problem.c)
     if backward:
-        return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, 0
+        return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, split_heads * kernels.backward_shared(&problem.c)
     cdef fmha_cut runs = fmha_runs_cut(&problem.c)
     cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
@@ -1137,7 +1154,7 @@ ctypedef struct Packed:
     ptrdiff_t sequences, itemsize, element_size, stored_size
     const int64_t *table                # for each sequence PACKED_COLUMNS numbers
     int64_t *first                      # (sequences + 1) the first item of each
-    int64_t *chunk                      # (sequences) where the results of its chunks begin, in bytes, or NULL
+    int64_t *chunk                      # (sequences) where the results of its chunks begin, or what its split heads share, or NULL
 
 
 cdef enum:
@@ -1167,7 +1184,10 @@ cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogi
         to.grad_k.data += k0 * to.grad_k.stride[2] * of_k
         to.grad_v.data += k0 * to.grad_v.stride[2] * of_k
     if c.chunk != NULL:
-        to.chunks += c.chunk[s]
+        if to.chunks != NULL:
+            to.chunks += c.chunk[s]
+        if to.kept != NULL:
+            to.kept += c.chunk[s]
     to.cut = c.cut(to, row[5])
 
 
@@ -1270,22 +1290,31 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
 
 def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, grad_v, states, int threads):
     """Gradients of sequences that lie end to end, by "tiled"; the last column of the table: how many key/value heads of each
-    sequence are items of their own, as `tiled_backward` has it. states: ROW_STATE numbers for each of lse, zeros before, or None
-    where all heads are whole."""
+    sequence are items of their own; the tiles of the others take turns. states: ROW_STATE numbers for each of lse, zeros before, or None."""
     cdef Packed c
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t most, items
-    cdef Scratch numbers, scratch
+    cdef ptrdiff_t most, items, s, shared = 0
+    cdef Scratch numbers, scratch, kept
+    cdef fmha_run own
     prepare_packed(&c, problem, table, out, lse)
     read_array(grad_out, &c.whole.grad_out, NULL, problem.element_size, False)
     read_array(grad_q, &c.whole.grad_q, NULL, problem.element_size, True)
     read_array(grad_k, &c.whole.grad_k, NULL, problem.stored_size, True)
     read_array(grad_v, &c.whole.grad_v, NULL, problem.stored_size, True)
     c.whole.row_states = pointer(states, True) if states is not None else NULL
-    numbers = Scratch((c.sequences + 1) * sizeof(int64_t), 1)
+    numbers = Scratch((2 * c.sequences + 1) * sizeof(int64_t), 1)
     c.first = <int64_t *>numbers.start
     c.task, c.cut = kernels.tiled_backward, packed_backward_cut
-    for mode in (FMHA_WHOLE, FMHA_QUERIES, FMHA_KEYS):
+    c.whole.mode = FMHA_TURNS
+    for s in range(c.sequences):
+        sequence_run(&c, s, &own)
+        c.first[c.sequences + 1 + s] = shared
+        if own.cut.last > own.cut.first:
+            shared += (own.cut.last - own.cut.first) * kernels.backward_shared(&own.p) * c.itemsize
+    c.chunk = c.first + c.sequences + 1
+    kept = Scratch(shared, 1)
+    c.whole.kept = kept.start
+    for mode in (FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_RESULTS):
         c.whole.mode = mode
         most = 0
         items = packed_items(&c, NULL, kernels, &most)
@@ -1321,16 +1350,15 @@ cdef bytearray items_of(const fmha_cut *cut):
     return table
 
 
-def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t whole, int threads):
-    """The items of each pass of a run of the named algorithm, in the order in which the pool hands them out.
+def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads):
+    """The items of each pass of a run of the named algorithm (of "tiled": forward), in the order in which the pool hands them out.
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
-    "blas" forward; `whole`: heads that the backward pass of "tiled" takes whole. Then its passes over whole heads, over blocks of
-    rows and over tiles of keys, each perhaps without items; "decode" has two, over chunks and over heads, and so has "tiled"
-    forward where runs of keys keep so many `threads` busier: over them and over blocks.
+    "blas" forward. "decode" has two passes, over chunks and over heads, and so has "tiled" forward where runs of keys keep so many
+    `threads` busier: over them and over blocks.
     """
-    cdef fmha_cut first, second, third
+    cdef fmha_cut first, second
     cdef Heads c
     if name == "blas":
         prepare(&c, problem, rows, backward)
@@ -1338,15 +1366,10 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, ptrdiff_t wh
     if name == "decode":
         first, second = fmha_decode_cut(&problem.c), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
-    if not backward:
-        first, second = fmha_forward_cut(&problem.c), fmha_runs_cut(&problem.c)
-        if problem.c.parts == 0 and fmha_by_runs(&problem.c, threads):
-            return [items_of(&second), items_of(&first)]
-        return [items_of(&first)]
-    first = fmha_backward_cut(&problem.c, FMHA_WHOLE, whole)
-    second = fmha_backward_cut(&problem.c, FMHA_QUERIES, whole)
-    third = fmha_backward_cut(&problem.c, FMHA_KEYS, whole)
-    return [items_of(&first), items_of(&second), items_of(&third)]
+    first, second = fmha_forward_cut(&problem.c), fmha_runs_cut(&problem.c)
+    if problem.c.parts == 0 and fmha_by_runs(&problem.c, threads):
+        return [items_of(&second), items_of(&first)]
+    return [items_of(&first)]
 
 
 # ---------------------------------------------------------------------------------------- projections and row functions
@@ -1548,12 +1571,12 @@ cdef int multiply_rows(a, b, out, bint trans_a, bint trans_b, cut, int threads) 
 
 
 def projected_backward(Problem problem, x, W_in, concat, lse, W_out, grad_out, grad_concat, grad_projected, grad_x, grad_W_in,
-                       grad_W_out, cuts, ptrdiff_t whole, int threads):
+                       grad_W_out, cuts, int threads):
     """What goes back through `projected_forward`, but for biases: grad_concat <- grad_out @ W_out.T, grad_projected <- its
     gradient by "tiled", grad_W_out <- concat.T @ grad_out, grad_W_in <- x.T @ grad_projected, grad_x <- grad_projected @ W_in.T.
 
-    cuts: of these products, in this order, the slices and whether by BLAS; whole: as `tiled_backward` has it. What has tokens is
-    (B, L, width) and C-contiguous.
+    cuts: of these products, in this order, the slices and whether by BLAS. What has tokens is (B, L, width) and
+    C-contiguous.
     """
     cdef fmha_run c
     multiply_rows(grad_out, W_out, grad_concat, False, True, cuts[0], threads)
@@ -1562,7 +1585,7 @@ def projected_backward(Problem problem, x, W_in, concat, lse, W_out, grad_out, g
     read_concat(concat, &c.out, &c.p, False)
     read_concat(grad_concat, &c.grad_out, &c.p, False)
     side_by_side(&c.p, pointer(grad_projected, True), problem.itemsize, &c.grad_q, &c.grad_k, &c.grad_v)
-    run_tiled_backward(&c, problem, whole, threads)
+    run_tiled_backward(&c, problem, None, threads)
     multiply_rows(concat, grad_out, grad_W_out, True, False, cuts[1], threads)
     multiply_rows(x, grad_projected, grad_W_in, True, False, cuts[2], threads)
     multiply_rows(grad_projected, W_in, grad_x, False, True, cuts[3], threads)

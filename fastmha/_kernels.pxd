@@ -56,6 +56,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *row_states
         char *scratch
         ptrdiff_t scratch_size
+        char *kept
         char *chunks
         char *shared
 
@@ -118,6 +119,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*merge_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
+        ptrdiff_t (*backward_shared)(const fmha_problem *) noexcept nogil
         void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
         void (*matrix_pack)(void *, ptrdiff_t, int) noexcept nogil
@@ -151,7 +153,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
     int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
-    int FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES
+    int FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES
     int FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
     ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
@@ -168,6 +170,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_heads_cut(const fmha_problem *)
     fmha_cut fmha_forward_cut(const fmha_problem *)
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, ptrdiff_t whole)
+    ptrdiff_t fmha_backward_items(const fmha_problem *, const fmha_cut *, int mode)
+    int fmha_backward_split(const fmha_problem *, int threads, ptrdiff_t *whole)
     fmha_cut fmha_decode_cut(const fmha_problem *)
     fmha_cut fmha_runs_cut(const fmha_problem *)
     bint fmha_by_runs(const fmha_problem *, int threads)

@@ -55,15 +55,6 @@ def packed(threads: int, *heads: np.ndarray, dtype: np.dtype | None = None) -> l
     return [np.broadcast_to(copy, x.shape) for copy, x in zip(copies, heads)]
 
 
-def tiled_whole_heads(problem: Problem, threads: int) -> int:
-    """How many of the B · Hkv key/value heads the tiled backward pass takes whole, one item each (5 products). The others
-    are what would leave threads idle at the end: they are split into many items, in two passes (7 products), where that
-    ends sooner. The bits are the same."""
-    heads = problem.shape[0] * problem.shape[2]
-    even = heads // threads * threads
-    return even if even < heads and 5 * (heads // threads) + 7 * (heads - even) / threads < 5 * -(-heads // threads) else heads
-
-
 def blas_rows(Lq: int, Lk: int, itemsize: int) -> int:
     """Query rows in one block of scores of the "blas" algorithm."""
     rows = _SCORE_BLOCK_BYTES // (itemsize * max(1, Lk))
@@ -139,9 +130,8 @@ def _tiled_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, we
 
 def _tiled_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
                     grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
-    whole = tiled_whole_heads(problem, threads)
     problem.parts = 0 if problem.additive_mask is not None and states is not None else parts_of(problem, backward=True)
-    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, whole, threads)
+    _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, None, threads)
 
 
 def _tiled_tile(problem: Problem) -> tuple[int, int]:
@@ -150,7 +140,7 @@ def _tiled_tile(problem: Problem) -> tuple[int, int]:
 
 def _tiled_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
     problem.parts = parts_of(problem, backward)
-    return _core.tiled_scratch(problem, backward, backward and tiled_whole_heads(problem, threads) == 0, threads)
+    return _core.tiled_scratch(problem, backward, threads)
 
 
 def _decode_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, weights: None, threads: int) -> None:

@@ -124,9 +124,8 @@ def backward(m: Module, grad_out: np.ndarray, kept: Any, cuts: Cuts, grads: dict
     """The gradients of X and of its projections; grads <- those of both weights."""
     (X,), (projected,), dtype = kept.sources, kept.projected, m.dtype
     grad_X, grad_projected, grad_concat = (np.empty(x.shape, dtype) for x in (X, projected, kept.concat))
-    whole = algorithms.tiled_whole_heads(kept.problem, workers)
     projected_backward(kept.problem, X, m._W_in, kept.concat, kept.lse, m._W_out, grad_out, grad_concat, grad_projected, grad_X,
-                       grads["W_in"], grads["W_out"], cuts, whole, workers)
+                       grads["W_in"], grads["W_out"], cuts, workers)
     return grad_X, grad_projected
 
 

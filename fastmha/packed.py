@@ -175,7 +175,7 @@ def attention_packed_backward(
     states = np.zeros(H * total * state, dtype)         # what nothing needs is not touched
     for name, table in _runs(packed, workers, backward=True):
         if name != BLAS.name:
-            needed = states if sinks is not None or not table[:, -1].all() else None
+            needed = None if sinks is None else states
             _core.packed_backward(problem, table, out, flat, grad_out, grad_q, grad_k, grad_v, needed, workers)
             continue
         for part, at, of_k in _one_by_one(packed, table):

@@ -5,7 +5,7 @@ Nothing here looks at values of q, k, v or of a mask, at the batch size or at th
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,7 +14,7 @@ import numpy as np
 
 from fastmha import _core, validate
 from fastmha._core import Problem
-from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, copied_for_blas, tiled_whole_heads
+from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, copied_for_blas
 from fastmha.precision import how, parts_of
 
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
@@ -214,8 +214,7 @@ def makespan(items: np.ndarray, threads: int) -> float:
 def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> list[np.ndarray]:
     """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
     B, H, Hkv, _, _, _, _ = problem.shape
-    whole = tiled_whole_heads(problem, threads)
-    passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, whole, threads)]
+    passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, threads)]
     if BY_NAME[name] is DECODE:         # any chunk with keys to read as a whole one; to merge them is next to nothing
         chunks, heads = passes
         low, high = _key_ranges(problem)
@@ -226,11 +225,62 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         return [_pairs_of_runs(problem, passes[0]), np.zeros(len(passes[1]))]
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
-    costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
-    if BY_NAME[name] is BLAS or not backward:
-        return costs
-    of_heads, of_blocks, of_tiles = costs
-    return [5 * of_heads, 3 * of_blocks, 4 * of_tiles / max(1, len(of_tiles) // max(1, B * Hkv - whole))]
+    return [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
+
+
+def _work_and_span(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, float, int]:
+    """Total work and makespan of a run, in the same unit, and the most items of a pass."""
+    if backward and BY_NAME[name] is TILED:
+        return _of_tiled_backward(problem, threads)
+    passes = _passes(problem, name, backward, threads, rows)
+    return sum(float(p.sum()) for p in passes), sum(makespan(p, threads) for p in passes if p.any()), max(map(len, passes))
+
+
+def _of_tiled_backward(problem: Problem, threads: int) -> tuple[float, float, int]:
+    """`_work_and_span` in pairs of one product. A pair has 5, and 7 where tiles and blocks are items of their own, 2 of them twice."""
+    B, _, Hkv, _, _, _, _ = problem.shape
+    pairs_of = _pairs_of_tiles(problem)
+    split, whole = _core.backward_split(problem, threads)
+    of_whole = 5 * np.repeat(pairs_of.sum(axis=(1, 2)), Hkv)[:whole]
+    heads = [pairs_of[n // Hkv] for n in range(whole, B * Hkv)]
+    work, span = 5 * float(Hkv * pairs_of.sum()), makespan(of_whole, threads)
+    if split == "turns":
+        span += _span_of_turns(heads, threads)
+    elif split == "parts":
+        tiles = np.concatenate([4 * of.sum(axis=1) for of in heads])
+        blocks = np.concatenate([3 * of.sum(axis=0)[::-1] for of in heads])
+        place = np.concatenate([(np.arange(len(x)) + 0.5) / len(x) for x in (tiles, blocks)])       # both evenly
+        span += makespan(np.concatenate((tiles, blocks))[np.argsort(place, kind="stable")], threads)
+    return work, span, max(whole, len(heads) * sum(pairs_of.shape[1:]))
+
+
+def _pairs_of_tiles(problem: Problem) -> np.ndarray:
+    """(B, tiles, blocks) pairs of each tile of keys with each block of the stacked rows of a key/value head."""
+    B, H, Hkv, Lq, Lk, _, _ = problem.shape
+    rows, keys = TILED.tile(problem)
+    low, high = (np.tile(x, (1, H // Hkv)) for x in _key_ranges(problem))
+    starts = np.arange(0, low.shape[1], rows)
+    pairs_of = np.zeros((B, -(-Lk // keys), len(starts)))
+    for tile, key in enumerate(range(0, Lk, keys)):
+        left = np.maximum(0, np.clip(high, key, key + keys) - np.clip(low, key, key + keys))
+        pairs_of[:, tile] = np.add.reduceat(left, starts, axis=1) if len(starts) else 0
+    return pairs_of
+
+
+def _span_of_turns(heads: Iterable[np.ndarray], threads: int) -> float:
+    """When the last thread ends if tiles are handed out in order, the last of whose 5 products with a block waits for that of the
+    tile before; heads: of each (tiles, blocks) pairs."""
+    busy = np.zeros(threads)
+    for pairs_of in heads:
+        ended = np.zeros(pairs_of.shape[1])
+        for of_tile in pairs_of:
+            own = np.flatnonzero(of_tile)
+            if len(own):
+                at, cost = busy.argmin(), of_tile[own]
+                until = 5 * cost.cumsum()       # without waiting
+                ended[own] = until + np.maximum.accumulate(np.maximum(busy[at], ended[own] + cost - until))
+                busy[at] = ended[own[-1]]
+    return float(busy.max())
 
 
 def _pairs_of_runs(problem: Problem, items: np.ndarray) -> np.ndarray:
@@ -268,14 +318,13 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
                       if copied_for_blas(x, problem.dtype))
     rows, keys = record.tile(problem)
     scratch, shared = record.scratch(problem, backward, threads)
-    passes = [items for items in _passes(problem, name, backward, threads, rows) if len(items)]
     types = str(problem.element) + f" (k, v {problem.stored})" * (problem.stored != problem.element)
-    used = max([1, *(min(threads, len(items)) for items in passes)])
-    ideal, span = sum(float(p.sum()) for p in passes) / threads, sum(makespan(p, threads) for p in passes if p.any())
+    work, span, items = _work_and_span(problem, name, backward, threads, rows)
+    used = max(1, min(threads, items))
     return Plan(
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
-        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=ideal / span if span else 1.0, backward=backward,
+        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=work / threads / span if span else 1.0, backward=backward,
         shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
         layout=layout[0], layout_reason=layout[1], products=how(problem, parts_of(problem, backward) if record is TILED else 0),

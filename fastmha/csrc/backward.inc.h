@@ -1,9 +1,11 @@
 /* The "tiled" algorithm backward.
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
- * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block, so that one
- * pass over a head (mode FMHA_WHOLE) and two passes, over blocks for dQ and over key tiles for dK and dV, give the same
- * bits: the second way recomputes scores, for when there are fewer heads than threads.
+ * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block. A head is one item
+ * (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
+ * (FMHA_PREPARE), its tiles are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these
+ * (FMHA_RESULTS). No tile waits for one that nobody works on: items are handed out in order. Where tiles are few for the threads,
+ * tiles for dK and dV and blocks for dQ are items of their own (FMHA_PARTS): these compute scores twice, but nobody waits.
  *
  * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
  * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
@@ -14,8 +16,8 @@
 #define FAR_LSE 8               /* beyond the log of the number of keys, or below 0: the sum of P is looked at */
 #define HUGE_LSE 256            /* |lse| from where on no lse is taken; from FAR_LSE on where "decode" may have written it */
 
-/* What is kept of a block: sums of grad_q (queries, width), q^T scaled (D, queries), grad_out^T (Dv, queries); of each row
- * shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
+/* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
+ * width), q^T scaled (D, queries), grad_out^T (Dv, queries); of each row shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
  * block and at its first row alone, a sum of those below. */
 typedef struct {
     REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind;
@@ -23,19 +25,39 @@ typedef struct {
 
 enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is not 1; inverse may not be 1, and sum counts */
 
+/* What is kept of so many rows; returns the size in REALs, without memory that is all. */
+static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows, REAL *memory, FMHA_NAME(packed) *to)
+{
+    ptrdiff_t used = 0;
+    to->grad_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
+    to->q = FMHA_NAME(take)(memory, &used, rows * p->D);
+    to->grad_out = FMHA_NAME(take)(memory, &used, rows * p->Dv);
+    to->shift = FMHA_NAME(take)(memory, &used, rows);
+    to->inverse = FMHA_NAME(take)(memory, &used, rows);
+    to->delta = FMHA_NAME(take)(memory, &used, rows);
+    to->lift = FMHA_NAME(take)(memory, &used, rows);
+    to->sum = FMHA_NAME(take)(memory, &used, rows);
+    to->kind = FMHA_NAME(take)(memory, &used, rows);
+    return used;
+}
+
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
- * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; what is kept of all blocks
- * of a head where it is one item, else of one block; keys and values, and rows of q and grad_out, where they are converted. */
+ * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; keys and values, and rows of q and
+ * grad_out, where they are converted; sums of P of a block that nobody reads; what is kept of all blocks of a head where it is one item. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
 
-/* Returns the size in REALs; without memory that is all. */
-static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, int mode, REAL *memory, FMHA_NAME(backward_memory) *m)
+static inline ptrdiff_t FMHA_NAME(head_rows)(const fmha_problem *p)
+{
+    return ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS);
+}
+
+/* kept_rows: of which something is kept. Returns the size in REALs; without memory that is all. */
+static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kept_rows, REAL *memory, FMHA_NAME(backward_memory) *m)
 {
     ptrdiff_t used = 0, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
-    ptrdiff_t rows = mode == FMHA_WHOLE ? ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS) : BLOCK_ROWS;
     m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->grad_scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->slopes = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
@@ -48,16 +70,8 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, int mode, REA
     m->keys = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * width);
     m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * value_width);
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
-    m->packed.grad_q = FMHA_NAME(take)(memory, &used, rows * width);
-    m->packed.q = FMHA_NAME(take)(memory, &used, rows * p->D);
-    m->packed.grad_out = FMHA_NAME(take)(memory, &used, rows * p->Dv);
-    m->packed.shift = FMHA_NAME(take)(memory, &used, rows);
-    m->packed.inverse = FMHA_NAME(take)(memory, &used, rows);
-    m->packed.delta = FMHA_NAME(take)(memory, &used, rows);
-    m->packed.lift = FMHA_NAME(take)(memory, &used, rows);
-    m->packed.sum = FMHA_NAME(take)(memory, &used, rows);
-    m->packed.kind = FMHA_NAME(take)(memory, &used, rows);
-    return used;
+    m->unread = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    return used + FMHA_NAME(packed_layout)(p, kept_rows, memory ? memory + used : NULL, &m->packed);
 }
 
 /* What is kept of the block whose first row is row `at` of those kept. */
@@ -73,7 +87,7 @@ static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, co
 static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
 {
     FMHA_NAME(backward_memory) unused;
-    return FMHA_NAME(backward_layout)(p, mode, NULL, &unused);
+    return FMHA_NAME(backward_layout)(p, mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0, NULL, &unused);
 }
 
 typedef struct {
@@ -381,10 +395,23 @@ static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NA
     }
 }
 
+/* The turns at a block's sums of grad_q of a head that is split: how many tiles have had theirs, and the number of this one. */
+typedef struct {
+    int *taken, number;
+} FMHA_NAME(turn);
+
+/* Waits for the turn; 0 if the run is to stop. A turn without a counter is at once. */
+static int FMHA_NAME(wait_for)(const FMHA_NAME(turn) *turn)
+{
+    for (unsigned looks = 1; turn->taken && __atomic_load_n(turn->taken, __ATOMIC_ACQUIRE) != turn->number; looks++)
+        if (!fmha_pool_waits(looks)) return 0;
+    return 1;
+}
+
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
- * latter two without the factor scale; NULL where not wanted. */
+ * latter two without the factor scale; NULL where not wanted. turn: at grad_q, waited for where it is not NULL. */
 static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
-                                      ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+                                      ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
@@ -408,7 +435,7 @@ static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
         FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
         if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     }
-    if (grad_q) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
+    if (grad_q && FMHA_NAME(wait_for)(turn)) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
         int finite = w->k_finite || !touched;
         FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
         const REAL *rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
@@ -461,142 +488,270 @@ static int FMHA_NAME(row_is_empty)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
 #include "matrix_backward.inc.h"
 #endif
 
-/* A key/value head (FMHA_WHOLE), one block of its group's rows (FMHA_QUERIES) or one tile of its keys (FMHA_KEYS). matrix: on matrix
- * tiles, but for the rows that these leave. */
+/* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are
+ * `packed` and `grad_q`, the sums on matrix tiles; taken: of each block how many tiles have had their turn at its sums, or NULL. */
+typedef struct {
+    FMHA_NAME(backward) w;
+    fmha_item item;
+    ptrdiff_t last_row, last_key, width, value_width;
+    FMHA_NAME(packed) packed;
+    int *taken;
+    int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
+    int wants_q;
+    REAL *grad_q, *sums_k, *sums_v;     /* these two: of a tile, NULL where not wanted */
+#if FMHA_TILES
+    FMHA_NAME(gradient_memory) tiles;
+    FMHA_NAME(gradient_chunk) chunk;
+#endif
+} FMHA_NAME(gradients);
+
+/* Elements that the items of a head which is split share: what is kept of its blocks, their sums on matrix tiles, and the turns. */
+static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(packed) *packed, REAL **grad_q, int **taken)
+{
+    const ptrdiff_t rows = FMHA_NAME(head_rows)(p);
+    ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, packed);
+    *grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
+    *taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    return used;
+}
+
+static ptrdiff_t FMHA_NAME(backward_shared)(const fmha_problem *p)
+{
+    FMHA_NAME(packed) unused;
+    REAL *unused_sums;
+    int *unused_turns;
+    return FMHA_NAME(split_layout)(p, NULL, &unused, &unused_sums, &unused_turns);
+}
+
+/* The block whose first row is i0, what is kept of it, and which of its rows are left to vectors, a bit each. */
+static uint64_t FMHA_NAME(gradient_block)(const FMHA_NAME(gradients) *x, ptrdiff_t i0, FMHA_NAME(rows) *block, FMHA_NAME(packed) *own)
+{
+    const fmha_problem *p = &x->w.run->p;
+    *own = FMHA_NAME(packed_from)(p, &x->packed, i0);
+    FMHA_NAME(block_rows)(p, block, x->item.b, x->item.h, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS);
+#if FMHA_TILES
+    if (x->matrix) {
+        FMHA_NAME(gradient_rows) rows;
+        FMHA_NAME(gradient_rows_at)(x->w.run, x->item.b, x->item.h, i0, &rows);
+        return *rows.odd;
+    }
+#endif
+    return ALL_ROWS;
+}
+
+/* What is kept of a block is ready, but for its sums of grad_q. */
+static void FMHA_NAME(begin_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *own, uint64_t wanted)
+{
+    if (wanted) FMHA_NAME(prepare_block)(&x->w, block, own, 0, wanted);
+    else *own->kind = 0;
+}
+
+/* Whether the block's far rows have got sums of their own, after it has met all keys. */
+static int FMHA_NAME(mend_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *own, uint64_t wanted)
+{
+    return wanted && (int)*own->kind & FMHA_NAME(far_block) && FMHA_NAME(mended)(&x->w, block, own, wanted);
+}
+
+/* FMHA_PREPARE: a block is ready; its far rows have met all keys, in the order and with the sums of FMHA_WHOLE. */
+static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
+{
+    const fmha_problem *p = &x->w.run->p;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(packed) own;
+    const ptrdiff_t i0 = x->item.i0;
+    const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+    x->taken[i0 / BLOCK_ROWS] = 0;
+    memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+    if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+    FMHA_NAME(begin_block)(x, &block, &own, wanted);
+    if (!wanted || !((int)*own.kind & FMHA_NAME(far_block)) || p->Lk == 0) return;
+    for (ptrdiff_t j = block.j0 / TILE_KEYS * TILE_KEYS; j < block.j1 && !fmha_pool_stopped(); j += TILE_KEYS) {
+        ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + TILE_KEYS ? block.j1 : j + TILE_KEYS;
+        int masked, banded = FMHA_NAME(backward_scores)(&x->w, &block, &own, low, high - low, &masked);
+        if (banded >= 0) FMHA_NAME(gradient_tile)(&x->w, &block, &own, banded, masked, high - low, p->softcap != 0 ? x->w.m.slopes : NULL);
+    }
+    FMHA_NAME(mend_block)(x, &block, &own, wanted);
+}
+
+/* Tile j .. j+n and the item's blocks; first: none of these has been prepared. */
+static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    if (x->sums_k) {
+        const ptrdiff_t summed = x->matrix ? TILE_KEYS : n;
+        memset(x->sums_k, 0, (size_t)(summed * x->width) * sizeof(REAL));
+        memset(x->sums_v, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
+    }
+#if FMHA_TILES
+    if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
+#endif
+    for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row && !fmha_pool_stopped(); i0 += BLOCK_ROWS) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(packed) own;
+        const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+        if (first) FMHA_NAME(begin_block)(x, &block, &own, wanted);
+        ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+        if (low >= high) continue;
+        const FMHA_NAME(turn) turn = {x->taken ? x->taken + i0 / BLOCK_ROWS : NULL, (int)(j / TILE_KEYS - block.j0 / TILE_KEYS)};
+        if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
+#if FMHA_TILES
+        if (x->matrix) {
+            FMHA_NAME(gradient_rows) rows;
+            FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, x->sums_k, x->sums_v,
+                                        x->wants_q ? x->grad_q + i0 * x->width : NULL, &turn);
+        }
+#endif
+        if (wanted)
+            FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, x->sums_k ? x->sums_k + (low - j) * x->width : NULL,
+                                      x->sums_v ? x->sums_v + (low - j) * x->value_width : NULL, x->wants_q ? own.grad_q : NULL, &turn);
+        if (x->taken && x->wants_q && FMHA_NAME(wait_for)(&turn)) __atomic_store_n(turn.taken, turn.number + 1, __ATOMIC_RELEASE);
+    }
+    if (x->sums_k) {
+        REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
+        char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
+        char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
+        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, x->sums_k, x->width, to_k, run->grad_k.stride[2]);
+        FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, x->sums_v, x->value_width, to_v, run->grad_v.stride[2]);
+    }
+}
+
+/* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
+static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
+{
+    const ptrdiff_t rows = ROUND_UP(x->item.rows, BLOCK_ROWS);
+    FMHA_NAME(rows) block;
+    FMHA_NAME(packed) own;
+    for (int again = 0, done = 0; !done; again = 1) {
+        memset(x->packed.grad_q, 0, (size_t)(x->item.rows * x->width) * sizeof(REAL));
+        if (x->matrix) memset(x->grad_q, 0, (size_t)(rows * x->width) * sizeof(REAL));
+        for (ptrdiff_t j = 0; j < x->last_key; j += TILE_KEYS)
+            FMHA_NAME(gradient_tile_item)(x, j, x->last_key - j < TILE_KEYS ? x->last_key - j : TILE_KEYS, j == 0 && !again);
+        done = 1;
+        for (ptrdiff_t i0 = 0; i0 < x->last_row && x->last_key > 0 && !again && x->left; i0 += BLOCK_ROWS) {
+            if (!((int)x->packed.kind[i0] & FMHA_NAME(far_block))) continue;
+            const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+            if (FMHA_NAME(mend_block)(x, &block, &own, wanted)) done = 0;
+        }
+    }
+}
+
+/* The item's rows of grad_q, and what a pass behind this one needs of them. */
+static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t group = p->H / p->Hkv;
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row; i0 += BLOCK_ROWS) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(packed) own;
+        FMHA_NAME(gradient_block)(x, i0, &block, &own);
+#if FMHA_TILES
+        if (x->matrix) {
+            FMHA_NAME(gradient_rows) rows;
+            FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+            FMHA_NAME(add_transposed)(block.rows, block.queries, x->width, x->grad_q + i0 * x->width, own.grad_q);
+            for (ptrdiff_t r = 0; r < block.rows; r++) {
+                if (*rows.odd >> r & 1) continue;
+                own.shift[r] = rows.lse[r];
+                own.inverse[r] = 1;
+                own.delta[r] = rows.delta[r];
+            }
+        }
+#endif
+        for (ptrdiff_t r = 0; r < block.rows; r++) {
+            const ptrdiff_t h = x->item.h * group + (i0 + r) / p->Lq, i = (i0 + r) % p->Lq;
+            FMHA_NAME(write_rows)(p->element, 1, p->D, factor, rest, own.grad_q + r * x->width, x->width,
+                                  FMHA_NAME(row_in)(p->element, &run->grad_q, x->item.b, h, i), 0);
+            if (!run->row_states || p->Lk == 0) continue;
+            REAL *state = (REAL *)run->row_states + ((x->item.b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
+            state[FMHA_ROW_SHIFT] = own.shift[r];
+            state[FMHA_ROW_INVERSE] = own.inverse[r];
+            state[FMHA_ROW_DELTA] = own.delta[r];
+            /* only a sink sees the delta of an empty row, which is 0 whatever grad_out holds */
+            if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, x->item.b, h, i)) state[FMHA_ROW_DELTA] = 0;
+        }
+    }
+}
+
+/* Whether operands are finite, which matters only where pairs are removed. */
+static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t b = x->item.b, hkv = x->item.h, group = p->H / p->Hkv;
+    ptrdiff_t valid0, valid1;
+    x->w.q_finite = x->w.grad_out_finite = x->w.k_finite = 1;
+    if (!x->left || !(p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data)) return;
+    fmha_valid_keys(p, b, &valid0, &valid1);
+    x->w.k_finite = FMHA_NAME(finite_rows)(p->stored, valid1 - valid0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, valid0), p->k.stride[2]);
+    for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
+        const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
+        x->w.q_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->D, q, p->q.stride[2]);
+        x->w.grad_out_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->Dv, g, run->grad_out.stride[2]);
+    }
+}
+
+/* An item of run->mode; matrix: on matrix tiles, but for the rows that these leave. */
 static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
 {
     const fmha_problem *p = &run->p;
-    const int mode = run->mode;
-    const fmha_item item = fmha_item_of(&run->cut, index);
-    ptrdiff_t b = item.b, hkv = item.h, last_row = item.i0 + item.rows, last_key = item.j0 + item.cols, group = p->H / p->Hkv;
-    ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
-    FMHA_NAME(backward) w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS};
+    fmha_cut cut = run->cut;
+    int mode = run->mode;
+    if (mode == FMHA_PARTS) cut = fmha_part_cut(p, &run->cut, &index, &mode);
+    const fmha_item item = fmha_item_of(&cut, index);
+    FMHA_NAME(gradients) x = {
+        .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = cut.rows <= FMHA_DECODE_ROWS},
+        .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
+        .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
+        .wants_q = mode != FMHA_KEYS,
+    };
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
-    ptrdiff_t used = FMHA_NAME(backward_layout)(p, mode, scratch, &w.m);
-    const FMHA_NAME(packed) *packed = &w.m.packed;
-    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);     /* of grad_q and grad_k, whose scale may be too small for a REAL */
-    uint64_t left = ALL_ROWS;       /* rows of some block that are left to vectors */
+    ptrdiff_t used = FMHA_NAME(backward_layout)(p, mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0, scratch, &x.w.m);
+    FMHA_NAME(begin_item)(p);
+    x.packed = x.w.m.packed;
+    if (mode != FMHA_QUERIES) x.sums_k = x.w.m.grad_k, x.sums_v = x.w.m.grad_v;
 #if FMHA_TILES
-    FMHA_NAME(gradient_memory) tiles;
-    FMHA_NAME(gradient_rows) rows;
-    FMHA_NAME(gradient_chunk) chunk;
     if (matrix) {
-        FMHA_NAME(gradient_layout)(p, mode, scratch + ROUND_UP(used, LANES), &tiles);
-        FMHA_NAME(t_configure)();
-        left = 0;
-        for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
-            FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
-            left |= *rows.odd;
-        }
+        FMHA_NAME(gradient_layout)(p, mode, scratch + ROUND_UP(used, LANES), &x.tiles);
+        x.grad_q = x.tiles.grad_q;
     }
 #else
     (void)used;
-    (void)matrix;
 #endif
-    FMHA_NAME(begin_item)(p);
-    w.q_finite = w.grad_out_finite = w.k_finite = 1;
-    if (left && (p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data)) {   /* else no pair is removed */
-        ptrdiff_t valid0, valid1;
-        fmha_valid_keys(p, b, &valid0, &valid1);
-        w.k_finite = FMHA_NAME(finite_rows)(p->stored, valid1 - valid0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, valid0), p->k.stride[2]);
-        for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
-            const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
-            w.q_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->D, q, p->q.stride[2]);
-            w.grad_out_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->Dv, g, run->grad_out.stride[2]);
-        }
+    if (mode != FMHA_WHOLE) {
+        const ptrdiff_t head = item.b * p->Hkv + item.h - run->cut.first;
+        FMHA_NAME(split_layout)(p, (REAL *)run->kept + head * FMHA_NAME(backward_shared)(p), &x.packed, &x.grad_q, &x.taken);
     }
-    FMHA_NAME(rows) block;
-#define BLOCK(i0) \
-    FMHA_NAME(packed) own = FMHA_NAME(packed_from)(p, packed, mode == FMHA_KEYS ? 0 : (i0) - item.i0); \
-    FMHA_NAME(block_rows)(p, &block, b, hkv, i0, last_row - (i0) < BLOCK_ROWS ? last_row - (i0) : BLOCK_ROWS)
-    for (int again = 0, done = 0; !done; again = 1) {
-        if (mode != FMHA_KEYS) memset(packed->grad_q, 0, (size_t)(item.rows * width) * sizeof(REAL));
+    if (mode == FMHA_RESULTS) {
+        FMHA_NAME(write_blocks)(&x);
+        return;
+    }
 #if FMHA_TILES
-        if (matrix && mode != FMHA_KEYS) memset(tiles.grad_q, 0, (size_t)(ROUND_UP(item.rows, BLOCK_ROWS) * width) * sizeof(REAL));
+    if (matrix) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(packed) own;
+        x.left = 0;
+        for (ptrdiff_t i0 = item.i0; i0 < x.last_row; i0 += BLOCK_ROWS) x.left |= FMHA_NAME(gradient_block)(&x, i0, &block, &own) != 0;
+        FMHA_NAME(t_configure)();
+    }
 #endif
-        for (ptrdiff_t j = item.j0; j < last_key; j += TILE_KEYS) {
-            ptrdiff_t n = last_key - j < TILE_KEYS ? last_key - j : TILE_KEYS;
-            if (mode != FMHA_QUERIES) {
-                const ptrdiff_t summed = matrix ? TILE_KEYS : n;
-                memset(w.m.grad_k, 0, (size_t)(summed * width) * sizeof(REAL));
-                memset(w.m.grad_v, 0, (size_t)(summed * value_width) * sizeof(REAL));
-            }
-#if FMHA_TILES
-            if (matrix) FMHA_NAME(gradient_chunk_at)(run, b, hkv, j / TILE_KEYS, &chunk);
-#endif
-            for (ptrdiff_t i0 = item.i0; i0 < last_row; i0 += BLOCK_ROWS) {
-                if (fmha_pool_stopped()) break;
-                BLOCK(i0);
-                ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
-                if (mode == FMHA_KEYS && low >= high) continue;
-                uint64_t wanted = ALL_ROWS;
-#if FMHA_TILES
-                if (matrix) {
-                    FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
-                    if (low < high)
-                        FMHA_NAME(matrix_gradients)(run, &block, &chunk, &rows, &w.m, &tiles, j, low, high, mode == FMHA_QUERIES ? NULL : w.m.grad_k,
-                                                    mode == FMHA_QUERIES ? NULL : w.m.grad_v,
-                                                    mode == FMHA_KEYS ? NULL : tiles.grad_q + (i0 - item.i0) * width);
-                    wanted = *rows.odd;
-                    *own.kind = wanted ? *own.kind : 0;
-                    if (!wanted) continue;
-                }
-#endif
-                if (mode == FMHA_KEYS || (j == item.j0 && !again)) FMHA_NAME(prepare_block)(&w, &block, &own, mode == FMHA_KEYS, wanted);
-                if (low >= high) continue;
-                FMHA_NAME(tile_gradients)(&w, &block, &own, low, high - low,
-                                          mode == FMHA_QUERIES ? NULL : w.m.grad_k + (low - j) * width,
-                                          mode == FMHA_QUERIES ? NULL : w.m.grad_v + (low - j) * value_width,
-                                          mode == FMHA_KEYS ? NULL : own.grad_q);
-            }
-            if (mode != FMHA_QUERIES) {
-                char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, b, hkv, j), *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, b, hkv, j);
-                FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, w.m.grad_k, width, to_k, run->grad_k.stride[2]);
-                FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, w.m.grad_v, value_width, to_v, run->grad_v.stride[2]);
-            }
-        }
-        done = 1;
-        for (ptrdiff_t i0 = item.i0; i0 < last_row && mode != FMHA_KEYS && item.cols > 0 && !again && left; i0 += BLOCK_ROWS) {
-            uint64_t wanted = ALL_ROWS;
-            if (!((int)packed->kind[i0 - item.i0] & FMHA_NAME(far_block))) continue;
-            BLOCK(i0);
-#if FMHA_TILES
-            if (matrix) {
-                FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
-                wanted = *rows.odd;
-            }
-#endif
-            if (FMHA_NAME(mended)(&w, &block, &own, wanted)) done = 0;
-        }
+    FMHA_NAME(look_at_operands)(&x);
+    if (mode == FMHA_WHOLE) {
+        FMHA_NAME(whole_item)(&x);
+    } else if (mode == FMHA_PREPARE) {
+        FMHA_NAME(prepare_item)(&x);
+    } else {
+        if (mode != FMHA_TURNS) x.taken = NULL;
+        for (ptrdiff_t j = item.j0; j < x.last_key; j += TILE_KEYS)
+            FMHA_NAME(gradient_tile_item)(&x, j, x.last_key - j < TILE_KEYS ? x.last_key - j : TILE_KEYS, 0);
     }
 #if FMHA_TILES
     if (matrix) t_release();
-    for (ptrdiff_t i0 = item.i0; matrix && mode != FMHA_KEYS && i0 < last_row; i0 += BLOCK_ROWS) {
-        BLOCK(i0);
-        FMHA_NAME(gradient_rows_at)(run, b, hkv, i0, &rows);
-        FMHA_NAME(add_transposed)(block.rows, block.queries, width, tiles.grad_q + (i0 - item.i0) * width, own.grad_q);
-        for (ptrdiff_t r = 0; r < block.rows; r++) {
-            if (*rows.odd >> r & 1) continue;
-            own.shift[r] = rows.lse[r];
-            own.inverse[r] = 1;
-            own.delta[r] = rows.delta[r];
-        }
-    }
 #endif
-    if (mode == FMHA_KEYS) return;
-#undef BLOCK
-    for (ptrdiff_t row = item.i0; row < last_row; row++) {
-        ptrdiff_t h = hkv * group + row / p->Lq, i = row % p->Lq, at = row - item.i0;
-        FMHA_NAME(write_rows)(p->element, 1, p->D, factor, rest, packed->grad_q + at * width, width,
-                              FMHA_NAME(row_in)(p->element, &run->grad_q, b, h, i), 0);
-        if (!run->row_states || item.cols == 0) continue;
-        REAL *state = (REAL *)run->row_states + ((b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
-        state[FMHA_ROW_SHIFT] = packed->shift[at];
-        state[FMHA_ROW_INVERSE] = packed->inverse[at];
-        state[FMHA_ROW_DELTA] = packed->delta[at];
-        /* only a sink sees the delta of an empty row, which is 0 whatever grad_out holds */
-        if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, b, h, i)) state[FMHA_ROW_DELTA] = 0;
-    }
+    if (mode == FMHA_WHOLE) FMHA_NAME(write_blocks)(&x);
 }
 
 static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker)
@@ -617,7 +772,7 @@ static void FMHA_NAME(matrix_backward)(void *context, ptrdiff_t index, int worke
  * run over all batch rows, heads and queries. */
 static ptrdiff_t FMHA_NAME(mask_gradient_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(backward_memory) *m, double **sums)
 {
-    ptrdiff_t used = FMHA_NAME(backward_layout)(p, FMHA_KEYS, memory, m);
+    ptrdiff_t used = FMHA_NAME(backward_layout)(p, BLOCK_ROWS, memory, m);
     *sums = (double *)FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS * (ptrdiff_t)(sizeof(double) / sizeof(REAL)));
     return used;
 }

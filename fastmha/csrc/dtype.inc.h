@@ -67,6 +67,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .weights_scratch = FMHA_NAME(weights_scratch),
     .tiled_backward = FMHA_NAME(tiled_backward),
     .backward_scratch = FMHA_NAME(backward_scratch),
+    .backward_shared = FMHA_NAME(backward_shared),
     .mask_gradient = FMHA_NAME(mask_gradient),
     .mask_gradient_scratch = FMHA_NAME(mask_gradient_scratch),
     .decode = FMHA_NAME(decode),

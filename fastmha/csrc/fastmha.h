@@ -120,8 +120,9 @@ typedef struct {
 
 #define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
-/* What an item of a tiled backward pass is: a whole key/value head, a tile of its keys, a block of its group's rows. */
-enum { FMHA_WHOLE, FMHA_KEYS, FMHA_QUERIES };
+/* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to prepare, a
+ * tile of its keys with turns at grad_q, a tile or a block without (a pass of FMHA_PARTS is over both), a block to write. */
+enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES };
 
 /* What the items of one pass of "tiled" or "decode" share. */
 typedef struct {
@@ -136,6 +137,7 @@ typedef struct {
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
+    char *kept;                 /* what the items of heads that backward splits share, backward_shared elements of each, on a cache line */
     char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
     char *shared;               /* operands packed for matrix tiles, on a cache line */
 } fmha_run;
@@ -200,6 +202,7 @@ typedef struct {
     ptrdiff_t (*merge_scratch)(const fmha_problem *p);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
+    ptrdiff_t (*backward_shared)(const fmha_problem *p);     /* elements of a head that is split */
     /* The gradient of the additive mask, from the row states that either backward has left. */
     void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
@@ -345,15 +348,52 @@ static inline int fmha_by_runs(const fmha_problem *p, int threads)
     return p->banded || 10 * blocks < 9 * rounds * threads;
 }
 
-/* The first `whole` heads are items of FMHA_WHOLE; the others are cut, for one pass over rows and one over keys. */
+/* The first `whole` heads are items of FMHA_WHOLE; the others are split. */
 static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, ptrdiff_t whole)
 {
-    fmha_cut cut = mode == FMHA_QUERIES ? fmha_forward_cut(p) : fmha_heads_cut(p);
+    const int by_rows = mode == FMHA_PREPARE || mode == FMHA_QUERIES || mode == FMHA_RESULTS;
+    fmha_cut cut = by_rows ? fmha_forward_cut(p) : fmha_heads_cut(p);
     if (whole > cut.last) whole = cut.last;
     if (mode == FMHA_WHOLE) cut.last = whole;
     else cut.first = whole;
-    if (mode == FMHA_KEYS) cut.col_step = FMHA_TILE_KEYS;
+    if (mode == FMHA_TURNS || mode == FMHA_KEYS || mode == FMHA_PARTS) cut.col_step = FMHA_TILE_KEYS;
     return cut;
+}
+
+/* How many heads are items of their own, and how the others are best split for so many threads: FMHA_TURNS or FMHA_PARTS; FMHA_WHOLE
+ * where none is. Whole heads are as many for each thread; times are in products of a block and a tile, of which each pair has 5. */
+static inline int fmha_backward_split(const fmha_problem *p, int threads, ptrdiff_t *whole)
+{
+    const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads;
+    *whole = heads;
+    if (threads == 1 || left == 0) return FMHA_WHOLE;
+    const double tiles = (double)fmha_parts(p->Lk, FMHA_TILE_KEYS), blocks = (double)fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
+    const double of_head = tiles * blocks * (p->banded ? 0.5 : 1), work = (double)left * of_head / threads;
+    const double rounds = (double)((left * (ptrdiff_t)tiles + threads - 1) / threads), first = 5 * blocks + tiles - 1;
+    double turns = p->banded ? 5 * work : 5 * blocks * rounds + threads - 1, parts = 7 * work;
+    if (turns < first) turns = first;       /* each tile waits for the one before */
+    if (parts < 4 * blocks) parts = 4 * blocks;
+    if (5 * of_head <= turns && 5 * of_head <= parts) return FMHA_WHOLE;
+    *whole = heads - left;
+    return turns <= parts ? FMHA_TURNS : FMHA_PARTS;
+}
+
+/* The items of a pass, those of FMHA_PARTS tiles and blocks together. */
+static inline ptrdiff_t fmha_backward_items(const fmha_problem *p, const fmha_cut *cut, int mode)
+{
+    const fmha_cut blocks = fmha_backward_cut(p, FMHA_QUERIES, cut->first);
+    return fmha_items(cut) + (mode == FMHA_PARTS ? fmha_items(&blocks) : 0);
+}
+
+/* What item `index` of FMHA_PARTS is: *mode and, in its cut, *index. Tiles and blocks alternate: with causality both begin with the
+ * longest. */
+static inline fmha_cut fmha_part_cut(const fmha_problem *p, const fmha_cut *cut, ptrdiff_t *index, int *mode)
+{
+    const fmha_cut blocks = fmha_backward_cut(p, FMHA_QUERIES, cut->first);
+    const ptrdiff_t tiles = fmha_items(cut), all = tiles + fmha_items(&blocks), n = *index, before = n * tiles / all;
+    *mode = (n + 1) * tiles / all > before ? FMHA_KEYS : FMHA_QUERIES;
+    *index = *mode == FMHA_KEYS ? before : n - before;
+    return *mode == FMHA_KEYS ? *cut : blocks;
 }
 
 /* Of an additive mask's gradient, in the shape of the mask: the strides of an axis that is broadcast are 0. */

@@ -165,7 +165,7 @@ static void FMHA_NAME(gradient_pack_rows)(void *context, ptrdiff_t index, int wo
 }
 
 /* Scratch of one thread, behind that of backward.inc.h: P^T and dS^T as first operands, dS^T as second one; sums of dQ^T (width,
- * queries) of all blocks of a head where it is one item, else of one block. */
+ * queries) of all blocks of a head where it is one item. */
 typedef struct {
     FMHA_NAME(operand) weights, grad_scores, grad_scores_down;
     REAL *grad_q;
@@ -173,12 +173,12 @@ typedef struct {
 
 static ptrdiff_t FMHA_NAME(gradient_layout)(const fmha_problem *p, int mode, REAL *memory, FMHA_NAME(gradient_memory) *m)
 {
-    ptrdiff_t used = 0, bytes = 0, rows = mode == FMHA_WHOLE ? ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS) : BLOCK_ROWS;
+    ptrdiff_t used = 0, bytes = 0, rows = mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0;
     m->weights = FMHA_NAME(take_operand)((char *)memory, &bytes, p->parts, MATRIX_KEYS, BLOCK_ROWS);
     m->grad_scores = FMHA_NAME(take_operand)((char *)memory, &bytes, p->parts, MATRIX_KEYS, BLOCK_ROWS);
     m->grad_scores_down = FMHA_NAME(take_operand)((char *)memory, &bytes, p->parts, BLOCK_ROWS, MATRIX_KEYS);
     used = bytes / (ptrdiff_t)sizeof(REAL);
-    m->grad_q = FMHA_NAME(take)(memory, &used, mode == FMHA_KEYS ? 0 : rows * ROUND_UP(p->D, LANES));
+    m->grad_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
     return used;
 }
 
@@ -251,10 +251,10 @@ static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_pr
 }
 
 /* One block against keys [low, high) of a tile that begins at key j: adds to the tile's grad_v (keys, Dv) and grad_k (keys, D) and to
- * grad_q^T (D, queries); NULL where not wanted. */
+ * grad_q^T (D, queries), at its turn; NULL where not wanted. */
 static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(gradient_chunk) *chunk,
     const FMHA_NAME(gradient_rows) *rows, const FMHA_NAME(backward_memory) *w, const FMHA_NAME(gradient_memory) *m, ptrdiff_t j, ptrdiff_t low,
-    ptrdiff_t high, REAL *grad_k, REAL *grad_v, REAL *grad_q)
+    ptrdiff_t high, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
 {
     const fmha_problem *p = &run->p;
     const ptrdiff_t skip = (low - j) / TILE_TERMS * TILE_TERMS, n = high - j - skip, whole = ROUND_UP(n, TILE_TERMS), queries = block->queries;
@@ -289,7 +289,7 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
         FMHA_NAME(tile_product)(1, whole / TILE_ROWS, width / TILE_ROWS, depth, &m->grad_scores, &rows->q_down, grad_k + skip * width, width);
     }
     /* grad_q^T (D, queries) <- grad_q^T + k^T (D, keys) @ dS^T (keys, queries) */
-    if (grad_q) FMHA_NAME(tile_product)(1, width / TILE_ROWS, columns, whole / TILE_TERMS, &across, &m->grad_scores_down, grad_q, queries);
+    if (grad_q && FMHA_NAME(wait_for)(turn)) FMHA_NAME(tile_product)(1, width / TILE_ROWS, columns, whole / TILE_TERMS, &across, &m->grad_scores_down, grad_q, queries);
 }
 
 /* rows (rows, width) <- rows + sums^T (width, queries). */

@@ -58,6 +58,12 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
     return !stopped;
 }
 
+int fmha_pool_waits(unsigned looks)
+{
+    (void)looks; /* never true here: tasks run in their order */
+    return !fmha_pool_stopped();
+}
+
 int fmha_pool_workers(void) { return 0; }
 
 void fmha_pool_shutdown(void) {}
@@ -66,6 +72,7 @@ void fmha_pool_shutdown(void) {}
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 
@@ -73,6 +80,7 @@ enum {
     MOST_WORKERS = 1023,
     SPIN_NANOSECONDS = 50000, /* about what it costs to sleep and be woken again */
     LOOKS_PER_CLOCK = 32,     /* looks at the gate between two looks at the clock */
+    LOOKS_PER_YIELD = 4096,   /* looks of a task that waits before it gives its CPU away: about SPIN_NANOSECONDS */
     LOOKS_PER_QUESTION = 4,   /* looks at the flag between two looks at the clock */
     CACHE_LINE = 64
 };
@@ -147,6 +155,17 @@ int fmha_pool_stopped(void)
     if (ask_at && ++looks % LOOKS_PER_QUESTION == 0 && nanoseconds() > ask_at)
         ask();
     return atomic_load_explicit(stop_flag, memory_order_relaxed);
+}
+
+int fmha_pool_waits(unsigned looks)
+{
+    if (looks % LOOKS_PER_CLOCK == 0 && fmha_pool_stopped())
+        return 0;
+    if (looks < LOOKS_PER_YIELD)
+        pause_briefly();
+    else
+        sched_yield(); /* the other one may be without a CPU */
+    return 1;
 }
 
 static int run_serially(fmha_task task, void *context, ptrdiff_t items)

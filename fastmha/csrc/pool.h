@@ -24,6 +24,10 @@ void fmha_pool_ask(int (*question)(void));
    it should have written is undefined. */
 int fmha_pool_stopped(void);
 
+/* Inside a task that looks, for the so many-th time, for what a task handed out before this one is to do: lets others run. 0 where
+   the run is to stop. */
+int fmha_pool_waits(unsigned looks);
+
 /* Threads alive now, without the caller: 0 before the first parallel run. */
 int fmha_pool_workers(void);
 

@@ -92,5 +92,5 @@ def test_a_plan_knows_that_runs_of_keys_keep_threads_busy():
     busy = {n: fastmha.plan(q, k, k, num_threads=n) for n in (1, 2, 8)}
     assert min(plan.balance for plan in busy.values()) > 0.9
     assert busy[8].scratch_bytes > 8 * busy[1].scratch_bytes        # what the runs leave
-    items = _core.items(fastmha.validate.attention_problem(q, k, k, "BHLD", fastmha.validate.Rules()), "tiled", False, 0, 0, 8)
+    items = _core.items(fastmha.validate.attention_problem(q, k, k, "BHLD", fastmha.validate.Rules()), "tiled", False, 0, 8)
     assert [len(x) // 48 for x in items] == [-(-100_000 // RUN), 1]

@@ -149,13 +149,13 @@ def test_the_place_of_a_head_in_its_group_does_not_change_its_bits(isa, dtype, r
 
 
 def gradients(arrays, out, lse, split, threads, **keywords):
-    """grad_q, grad_k, grad_v in one pass or in two, written into NaN."""
+    """grad_q, grad_k, grad_v of heads that are whole or split, written into NaN."""
     q, k, v, g = arrays
     layout = keywords.pop("layout", "BHLD")
     problem = validate.attention_problem(q, k, v, layout, validate.Rules(**keywords))
     grads = [np.full(x.shape, np.nan, x.dtype) for x in (q, k, v)]
     views = [x if layout == "BHLD" else x.swapaxes(1, 2) for x in (out, g, *grads)]
-    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], None, 0 if split else 10**9, threads)
+    _core.tiled_backward(problem, views[0], lse, views[1], *views[2:], None, split, threads)
     return grads
 
 
@@ -168,29 +168,33 @@ SPLIT_CASES = {
     "one row": ((1, 4, 1, 1, 385, 9, 16), {}),
     "without queries": ((1, 2, 1, 0, 50, 4, 4), {"is_causal": True, "offset": 0}),
     "without keys": ((1, 2, 1, 50, 0, 4, 4), {}),
+    "peaked scores, whose sums decide": ((1, 2, 1, 300, 700, 8, 8), {"scale": 20.0}),
+    "huge scores": ((1, 2, 2, 140, 400, 8, 8), {"scale": 1e4, "is_causal": True, "offset": 260}),
+    "many tiles and blocks": ((1, 2, 1, 700, 2000, 8, 8), {"is_causal": True, "offset": 0}),
 }
+SPLITS = ("turns", "parts")
 
 
 @dtypes
 @pytest.mark.parametrize("name", SPLIT_CASES)
-def test_two_passes_give_the_gradients_of_one_bit_for_bit(isa, dtype, name, rng):
+def test_heads_that_are_split_have_the_gradients_of_whole_ones_bit_for_bit(isa, dtype, name, rng):
     shape, keywords = SPLIT_CASES[name]
     keywords = {**keywords}
     arrays = draw(rng, *shape, dtype=dtype)
     out, lse = tiled(*arrays[:3], **keywords)
-    whole = gradients(arrays, out, lse, False, 1, **keywords)
+    whole = gradients(arrays, out, lse, "whole", 1, **keywords)
     for x in whole:
         assert np.isfinite(x).all()
-    for threads in (1, 3):
-        assert_same(whole, gradients(arrays, out, lse, True, threads, **keywords))
-    assert_same(whole, gradients(arrays, out, lse, False, 3, **keywords))
+    for split in ("whole", *SPLITS, None):
+        for threads in (1, 3, 8):
+            assert_same(whole, gradients(arrays, out, lse, split, threads, **keywords))
     assert_same(whole, fastmha.attention_backward(arrays[3], *arrays[:3], out, lse, algorithm="tiled", **keywords))
 
 
 @dtypes
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("poison", [None, np.nan, np.inf])
-def test_two_passes_give_the_gradients_of_one_with_masks_and_whatever_is_not_finite(isa, dtype, kind, poison, rng):
+def test_heads_that_are_split_have_the_gradients_of_whole_ones_with_masks_and_whatever_is_not_finite(isa, dtype, kind, poison, rng):
     arrays = draw(rng, 2, 4, 2, 70, 300, 5, 6, dtype)
     mask = rng.random((2, 4, 70, 300)) < 0.5
     mask[0, 1, 5] = True
@@ -200,12 +204,13 @@ def test_two_passes_give_the_gradients_of_one_with_masks_and_whatever_is_not_fin
         for x, at in zip(arrays, (3, 200, 290, 66), strict=True):
             x[1, 1, at, 2] = poison
     out, lse = tiled(*arrays[:3], mask=mask)
-    whole = gradients(arrays, out, lse, False, 1, mask=mask)
-    assert_same(whole, gradients(arrays, out, lse, True, 2, mask=mask))
+    whole = gradients(arrays, out, lse, "whole", 1, mask=mask)
+    for split in SPLITS:
+        assert_same(whole, gradients(arrays, out, lse, split, 3, mask=mask))
 
 
 def test_gradients_of_fewer_heads_than_threads_have_the_bits_of_one_thread(rng):
-    """With more threads than heads the plan takes two passes."""
+    """With more threads than heads these are split."""
     q, k, v, g = draw(rng, 1, 2, 2, 200, 200, 8, 8, np.float32)
     out, lse = tiled(q, k, v)
     one = fastmha.attention_backward(g, q, k, v, out, lse, algorithm="tiled", num_threads=1)
