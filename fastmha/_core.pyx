@@ -1154,7 +1154,7 @@ ctypedef struct Packed:
     ptrdiff_t sequences, itemsize, element_size, stored_size
     const int64_t *table                # for each sequence PACKED_COLUMNS numbers
     int64_t *first                      # (sequences + 1) the first item of each
-    int64_t *chunk                      # (sequences) where the results of its chunks begin, or what its split heads share, or NULL
+    int64_t *chunk                      # (sequences) where what its chunks leave begins, or its split heads share; or NULL
 
 
 cdef enum:
@@ -1290,7 +1290,8 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
 
 def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, grad_v, states, int threads):
     """Gradients of sequences that lie end to end, by "tiled"; the last column of the table: how many key/value heads of each
-    sequence are items of their own; the tiles of the others take turns. states: ROW_STATE numbers for each of lse, zeros before, or None."""
+    sequence are items of their own; the tiles of the others take turns. states: ROW_STATE numbers for each of lse, zeros before,
+    or None."""
     cdef Packed c
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t most, items, s, shared = 0
@@ -1351,7 +1352,7 @@ cdef bytearray items_of(const fmha_cut *cut):
 
 
 def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads):
-    """The items of each pass of a run of the named algorithm (of "tiled": forward), in the order in which the pool hands them out.
+    """The items of each pass of a run of the named algorithm, of "tiled" forward, in the order in which the pool hands them out.
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of

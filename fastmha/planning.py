@@ -5,7 +5,7 @@ Nothing here looks at values of q, k, v or of a mask, at the batch size or at th
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from fastmha._core import Problem
 from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, copied_for_blas
 from fastmha.precision import how, parts_of
 
+_FINEST = 1024          # parts of a length that a prediction tells apart
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 # "auto" decodes up to so many query rows per key/value head, from so many bytes of a key and of all keys on: below, what an item
 # costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
@@ -237,49 +238,58 @@ def _work_and_span(problem: Problem, name: str, backward: bool, threads: int, ro
 
 
 def _of_tiled_backward(problem: Problem, threads: int) -> tuple[float, float, int]:
-    """`_work_and_span` in pairs of one product. A pair has 5, and 7 where tiles and blocks are items of their own, 2 of them twice."""
-    B, _, Hkv, _, _, _, _ = problem.shape
-    pairs_of = _pairs_of_tiles(problem)
+    """`_work_and_span` in pairs of one product: of 5 a pair, of 7 where tiles and blocks are items of their own."""
+    B, H, Hkv, _, Lk, _, _ = problem.shape
     split, whole = _core.backward_split(problem, threads)
-    of_whole = 5 * np.repeat(pairs_of.sum(axis=(1, 2)), Hkv)[:whole]
-    heads = [pairs_of[n // Hkv] for n in range(whole, B * Hkv)]
-    work, span = 5 * float(Hkv * pairs_of.sum()), makespan(of_whole, threads)
+    of_whole = np.repeat(5.0 * (H // Hkv if Hkv else 0) * pairs(problem).sum(axis=1), Hkv)[:whole]
+    work, span = float(of_whole.sum()), makespan(of_whole, threads)
+    if split == "whole":
+        return work, span, whole
+    heads = [_PairsOfTiles(problem, n // Hkv) for n in range(whole, B * Hkv)]
+    work += 5 * sum(float(of_tile.sum()) for of in heads for of_tile in of)
     if split == "turns":
         span += _span_of_turns(heads, threads)
-    elif split == "parts":
-        tiles = np.concatenate([4 * of.sum(axis=1) for of in heads])
-        blocks = np.concatenate([3 * of.sum(axis=0)[::-1] for of in heads])
+    else:
+        tiles = np.array([4 * of_tile.sum() for of in heads for of_tile in of])
+        blocks = np.concatenate([3 * np.sum(list(of), axis=0)[::-1] for of in heads])
         place = np.concatenate([(np.arange(len(x)) + 0.5) / len(x) for x in (tiles, blocks)])       # both evenly
         span += makespan(np.concatenate((tiles, blocks))[np.argsort(place, kind="stable")], threads)
-    return work, span, max(whole, len(heads) * sum(pairs_of.shape[1:]))
+    return work, span, len(heads) * -(-Lk // TILED.tile(problem)[1])
 
 
-def _pairs_of_tiles(problem: Problem) -> np.ndarray:
-    """(B, tiles, blocks) pairs of each tile of keys with each block of the stacked rows of a key/value head."""
-    B, H, Hkv, Lq, Lk, _, _ = problem.shape
-    rows, keys = TILED.tile(problem)
-    low, high = (np.tile(x, (1, H // Hkv)) for x in _key_ranges(problem))
-    starts = np.arange(0, low.shape[1], rows)
-    pairs_of = np.zeros((B, -(-Lk // keys), len(starts)))
-    for tile, key in enumerate(range(0, Lk, keys)):
-        left = np.maximum(0, np.clip(high, key, key + keys) - np.clip(low, key, key + keys))
-        pairs_of[:, tile] = np.add.reduceat(left, starts, axis=1) if len(starts) else 0
-    return pairs_of
+class _PairsOfTiles:
+    """Of each tile of keys the pairs with each block of the stacked rows of a key/value head, as its middle row has them."""
+
+    def __init__(self, problem: Problem, b: int) -> None:
+        _, H, Hkv, _, self.Lk, _, _ = problem.shape
+        rows, keys = TILED.tile(problem)
+        low, high = (np.tile(x[b], H // Hkv) for x in _key_ranges(problem))
+        rows, self.keys = max(rows, len(low) // _FINEST), max(keys, self.Lk // _FINEST)
+        starts = np.arange(0, len(low), rows)
+        self.rows = np.minimum(rows, len(low) - starts)
+        middle = starts + self.rows // 2
+        self.low, self.high = low[middle], high[middle]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for key in range(0, self.Lk, self.keys):
+            end = key + self.keys
+            yield self.rows * np.maximum(0, np.minimum(self.high, end) - np.maximum(self.low, key)).astype(float)
 
 
-def _span_of_turns(heads: Iterable[np.ndarray], threads: int) -> float:
+def _span_of_turns(heads: Iterable[Iterable[np.ndarray]], threads: int) -> float:
     """When the last thread ends if tiles are handed out in order, the last of whose 5 products with a block waits for that of the
-    tile before; heads: of each (tiles, blocks) pairs."""
+    tile before; of each tile of each head the pairs with each block."""
     busy = np.zeros(threads)
-    for pairs_of in heads:
-        ended = np.zeros(pairs_of.shape[1])
-        for of_tile in pairs_of:
-            own = np.flatnonzero(of_tile)
-            if len(own):
-                at, cost = busy.argmin(), of_tile[own]
-                until = 5 * cost.cumsum()       # without waiting
-                ended[own] = until + np.maximum.accumulate(np.maximum(busy[at], ended[own] + cost - until))
-                busy[at] = ended[own[-1]]
+    for tiles in heads:
+        ended: float | np.ndarray = 0.0
+        for of_tile in tiles:
+            at, cost = busy.argmin(), of_tile
+            if not cost.any():
+                continue
+            until = 5 * cost.cumsum()       # without waiting
+            waited = np.maximum.accumulate(np.where(cost > 0, np.maximum(busy[at], ended + cost - until), busy[at]))
+            ended = np.where(cost > 0, until + waited, ended)
+            busy[at] += float(until[-1] + waited[-1]) - busy[at]
     return float(busy.max())
 
 
@@ -324,8 +334,8 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
     return Plan(
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
-        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=work / threads / span if span else 1.0, backward=backward,
-        shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
+        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=work / threads / span if span else 1.0,
+        backward=backward, shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
         layout=layout[0], layout_reason=layout[1], products=how(problem, parts_of(problem, backward) if record is TILED else 0),
     )
