@@ -13,8 +13,8 @@ from numpy import dtype as numpy_dtype
 
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
-    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_GELU,
-    FMHA_GELU_TANH, FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE, FMHA_NO_ACTIVATION,
+    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_FINE_PARTS,
+    FMHA_GELU, FMHA_GELU_TANH, FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE, FMHA_NO_ACTIVATION,
     FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PARTS, FMHA_PREPARE, FMHA_RELU, FMHA_RESULTS, FMHA_ROW_STATE,
     FMHA_SAME, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
     fmha_backward_cut, fmha_backward_items, fmha_backward_split,
@@ -993,8 +993,8 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
     shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
-    split: "whole", "turns" or "parts" whatever the threads (backward.inc.h says what these are), None: as is best for them. The
-    bits are the same.
+    split: "whole", "turns", "parts" or "fine parts" (backward.inc.h says what these are) whatever the threads; None: as is best
+    for these. The bits are the same.
     """
     cdef fmha_run c
     c.p = problem.c
@@ -1008,7 +1008,7 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     run_tiled_backward(&c, problem, split, threads)
 
 
-SPLITS = {"whole": FMHA_WHOLE, "turns": FMHA_TURNS, "parts": FMHA_PARTS}
+SPLITS = {"whole": FMHA_WHOLE, "turns": FMHA_TURNS, "parts": FMHA_PARTS, "fine parts": FMHA_FINE_PARTS}
 
 
 def backward_split(Problem problem, int threads):
@@ -1042,11 +1042,12 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, str wanted, int thread
                 c.cut = fmha_forward_cut(&c.p)
                 fmha_pool_run(kernels.gradient_pack_rows, c, fmha_items(&c.cut), threads)
         finish()
-    for mode in (FMHA_WHOLE, FMHA_PREPARE, split, FMHA_RESULTS):
+    passes = (FMHA_WHOLE, FMHA_PREPARE, split, FMHA_RESULTS)
+    for mode in passes[:1] if split == FMHA_WHOLE else passes:
         c.mode = mode
         c.cut = fmha_backward_cut(&c.p, mode, whole)
         items = fmha_backward_items(&c.p, &c.cut, mode)
-        if items == 0 or (mode != FMHA_WHOLE and split == FMHA_WHOLE):
+        if items == 0:
             continue
         own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode) * size
         scratch = scratch_for(own, items, threads)
@@ -1356,7 +1357,7 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
-    "blas" forward. "decode" has two passes, over chunks and over heads, and so has "tiled" forward where runs of keys keep so many
+    "blas" forward. "decode" has two passes, over chunks and over heads, and so has "tiled" where runs of keys keep so many
     `threads` busier: over them and over blocks.
     """
     cdef fmha_cut first, second

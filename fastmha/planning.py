@@ -5,7 +5,7 @@ Nothing here looks at values of q, k, v or of a mask, at the batch size or at th
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -245,13 +245,13 @@ def _of_tiled_backward(problem: Problem, threads: int) -> tuple[float, float, in
     work, span = float(of_whole.sum()), makespan(of_whole, threads)
     if split == "whole":
         return work, span, whole
-    heads = [_PairsOfTiles(problem, n // Hkv) for n in range(whole, B * Hkv)]
+    heads = [_PairsOfTiles(problem, n // Hkv, split == "fine parts") for n in range(whole, B * Hkv)]
     work += 5 * sum(float(of_tile.sum()) for of in heads for of_tile in of)
     if split == "turns":
         span += _span_of_turns(heads, threads)
     else:
-        tiles = np.array([4 * of_tile.sum() for of in heads for of_tile in of])
-        blocks = np.concatenate([3 * np.sum(list(of), axis=0)[::-1] for of in heads])
+        tiles = np.array([[4 * of_tile.sum() for of_tile in of] for of in heads]).T.ravel()
+        blocks = np.array([3 * np.sum(list(of), axis=0)[::-1] for of in heads]).T.ravel()
         place = np.concatenate([(np.arange(len(x)) + 0.5) / len(x) for x in (tiles, blocks)])       # both evenly
         span += makespan(np.concatenate((tiles, blocks))[np.argsort(place, kind="stable")], threads)
     return work, span, len(heads) * -(-Lk // TILED.tile(problem)[1])
@@ -260,9 +260,10 @@ def _of_tiled_backward(problem: Problem, threads: int) -> tuple[float, float, in
 class _PairsOfTiles:
     """Of each tile of keys the pairs with each block of the stacked rows of a key/value head, as its middle row has them."""
 
-    def __init__(self, problem: Problem, b: int) -> None:
+    def __init__(self, problem: Problem, b: int, fine: bool) -> None:
         _, H, Hkv, _, self.Lk, _, _ = problem.shape
         rows, keys = TILED.tile(problem)
+        keys //= 3 if fine else 1
         low, high = (np.tile(x[b], H // Hkv) for x in _key_ranges(problem))
         rows, self.keys = max(rows, len(low) // _FINEST), max(keys, self.Lk // _FINEST)
         starts = np.arange(0, len(low), rows)
@@ -276,20 +277,17 @@ class _PairsOfTiles:
             yield self.rows * np.maximum(0, np.minimum(self.high, end) - np.maximum(self.low, key)).astype(float)
 
 
-def _span_of_turns(heads: Iterable[Iterable[np.ndarray]], threads: int) -> float:
-    """When the last thread ends if tiles are handed out in order, the last of whose 5 products with a block waits for that of the
-    tile before; of each tile of each head the pairs with each block."""
-    busy = np.zeros(threads)
-    for tiles in heads:
-        ended: float | np.ndarray = 0.0
-        for of_tile in tiles:
-            at, cost = busy.argmin(), of_tile
-            if not cost.any():
-                continue
-            until = 5 * cost.cumsum()       # without waiting
-            waited = np.maximum.accumulate(np.where(cost > 0, np.maximum(busy[at], ended + cost - until), busy[at]))
-            ended = np.where(cost > 0, until + waited, ended)
-            busy[at] += float(until[-1] + waited[-1]) - busy[at]
+def _span_of_turns(heads: Sequence[Iterable[np.ndarray]], threads: int) -> float:
+    """When the last thread ends if tiles are handed out in order, the first ones of all heads first, the last of whose 5 products
+    with a block waits for that of the tile before; of each tile of each head the pairs with each block."""
+    busy, ended = np.zeros(threads), {n: np.zeros(1) for n in range(len(heads))}
+    for of_heads in zip(*heads, strict=True):
+        for n, cost in enumerate(of_heads):
+            at, until, own = busy.argmin(), 5 * cost.cumsum(), cost > 0
+            if own.any():
+                waited = np.maximum.accumulate(np.where(own, np.maximum(busy[at], ended[n] + cost - until), busy[at]))
+                ended[n] = np.where(own, until + waited, ended[n])
+                busy[at] = until[-1] + waited[-1]
     return float(busy.max())
 
 

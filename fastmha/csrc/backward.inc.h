@@ -5,7 +5,8 @@
  * (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
  * (FMHA_PREPARE), its tiles are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these
  * (FMHA_RESULTS). No tile waits for one that nobody works on: items are handed out in order. Where tiles are few for the threads,
- * tiles for dK and dV and blocks for dQ are items of their own (FMHA_PARTS): these compute scores twice, but nobody waits.
+ * tiles for dK and dV and blocks for dQ are items of their own (FMHA_PARTS, with smaller tiles FMHA_FINE_PARTS): these compute scores twice, but
+ * nobody waits.
  *
  * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
  * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
@@ -700,7 +701,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     const fmha_problem *p = &run->p;
     fmha_cut cut = run->cut;
     int mode = run->mode;
-    if (mode == FMHA_PARTS) cut = fmha_part_cut(p, &run->cut, &index, &mode);
+    if (mode == FMHA_PARTS || mode == FMHA_FINE_PARTS) cut = fmha_part_cut(p, &run->cut, &index, &mode);
     const fmha_item item = fmha_item_of(&cut, index);
     FMHA_NAME(gradients) x = {
         .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = cut.rows <= FMHA_DECODE_ROWS},

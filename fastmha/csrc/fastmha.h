@@ -121,8 +121,10 @@ typedef struct {
 #define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
 /* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to prepare, a
- * tile of its keys with turns at grad_q, a tile or a block without (a pass of FMHA_PARTS is over both), a block to write. */
-enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES };
+ * tile of its keys with turns at grad_q, a tile or a block without (a pass of FMHA_PARTS is over both, of FMHA_FINE_PARTS tiles are
+ * small), a block to write. */
+enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES };
+#define FMHA_FINE_KEYS (FMHA_TILE_KEYS / 3)
 
 /* What the items of one pass of "tiled" or "decode" share. */
 typedef struct {
@@ -356,33 +358,42 @@ static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, ptrdif
     if (whole > cut.last) whole = cut.last;
     if (mode == FMHA_WHOLE) cut.last = whole;
     else cut.first = whole;
-    if (mode == FMHA_TURNS || mode == FMHA_KEYS || mode == FMHA_PARTS) cut.col_step = FMHA_TILE_KEYS;
+    if (mode == FMHA_TURNS || mode == FMHA_PARTS) cut.col_step = FMHA_TILE_KEYS;
+    if (mode == FMHA_FINE_PARTS) cut.col_step = FMHA_FINE_KEYS;
+    cut.heads_inside = 1;       /* with causality the first tiles, and the last blocks, of all heads are the longest */
     return cut;
 }
 
-/* How many heads are items of their own, and how the others are best split for so many threads: FMHA_TURNS or FMHA_PARTS; FMHA_WHOLE
- * where none is. Whole heads are as many for each thread; times are in products of a block and a tile, of which each pair has 5. */
+/* How many heads are items of their own, and how the others are best split for so many threads; FMHA_WHOLE where none is. Whole heads
+ * are as many for each thread; times are in products of a block and a tile, of which each pair has 5, or 7 in FMHA_PARTS. */
 static inline int fmha_backward_split(const fmha_problem *p, int threads, ptrdiff_t *whole)
 {
     const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads;
     *whole = heads;
     if (threads == 1 || left == 0) return FMHA_WHOLE;
-    const double tiles = (double)fmha_parts(p->Lk, FMHA_TILE_KEYS), blocks = (double)fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
-    const double of_head = tiles * blocks * (p->banded ? 0.5 : 1), work = (double)left * of_head / threads;
-    const double rounds = (double)((left * (ptrdiff_t)tiles + threads - 1) / threads), first = 5 * blocks + tiles - 1;
-    double turns = p->banded ? 5 * work : 5 * blocks * rounds + threads - 1, parts = 7 * work;
-    if (turns < first) turns = first;       /* each tile waits for the one before */
-    if (parts < 4 * blocks) parts = 4 * blocks;
-    if (5 * of_head <= turns && 5 * of_head <= parts) return FMHA_WHOLE;
-    *whole = heads - left;
-    return turns <= parts ? FMHA_TURNS : FMHA_PARTS;
+    const ptrdiff_t tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), each = threads / left;
+    const double keys = (double)p->Lk / FMHA_TILE_KEYS, rows = (double)fmha_heads_cut(p).rows / FMHA_BLOCK_ROWS;
+    const double of_head = keys * rows * (p->banded ? 0.5 : 1), work = (double)left * of_head / threads;
+    /* each tile waits for the one before; without causality the longest threads have whole rounds of tiles */
+    const double chain = 5 * rows + (double)(tiles - 1), rounds = (double)((left * tiles + threads - 1) / threads);
+    double time[] = {5 * of_head, p->banded ? 5 * work : 5 * rows * rounds + (double)(each < tiles ? each : tiles) - 1, 7 * work, 7 * work};
+    const double longest[] = {0, chain, 4 * rows, 4 * rows * FMHA_FINE_KEYS / FMHA_TILE_KEYS};
+    static const int modes[] = {FMHA_WHOLE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS};
+    int best = 0;
+    for (int n = 0; n < 4 - (p->parts > 0); n++) {      /* what matrix tiles take of keys is not cut */
+        if (time[n] < longest[n]) time[n] = longest[n];
+        if (n > 1 && time[n] < 3 * keys) time[n] = 3 * keys;
+        if (time[n] < time[best]) best = n;
+    }
+    if (best) *whole = heads - left;
+    return modes[best];
 }
 
 /* The items of a pass, those of FMHA_PARTS tiles and blocks together. */
 static inline ptrdiff_t fmha_backward_items(const fmha_problem *p, const fmha_cut *cut, int mode)
 {
     const fmha_cut blocks = fmha_backward_cut(p, FMHA_QUERIES, cut->first);
-    return fmha_items(cut) + (mode == FMHA_PARTS ? fmha_items(&blocks) : 0);
+    return fmha_items(cut) + (mode == FMHA_PARTS || mode == FMHA_FINE_PARTS ? fmha_items(&blocks) : 0);
 }
 
 /* What item `index` of FMHA_PARTS is: *mode and, in its cut, *index. Tiles and blocks alternate: with causality both begin with the

@@ -11,6 +11,7 @@ typedef struct {
     ptrdiff_t rows, row_step;       /* of a head, and of an item, fewer in the last; a step of 0: not cut */
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first: with causality they have the most keys */
+    int heads_inside;               /* heads change first, else last */
 } fmha_cut;
 
 /* Rows i0 .. i0+rows and columns j0 .. j0+cols of head h of batch row b. */
@@ -30,11 +31,15 @@ static inline ptrdiff_t fmha_items(const fmha_cut *cut)
     return (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
 }
 
-/* Columns change first, then rows, then heads. */
+/* Columns change first, then rows, then heads; or heads, columns, rows. */
 static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 {
     const ptrdiff_t row_parts = fmha_parts(cut->rows, cut->row_step), col_parts = fmha_parts(cut->cols, cut->col_step);
     ptrdiff_t head = n, row = 0, col = 0;
+    if (cut->heads_inside) {
+        const ptrdiff_t heads = cut->last - cut->first;
+        head = n / heads + n % heads * row_parts * col_parts;
+    }
     if (col_parts > 1) col = head % col_parts, head /= col_parts;
     if (row_parts > 1) row = head % row_parts, head /= row_parts;
     head += cut->first;

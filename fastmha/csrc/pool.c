@@ -80,7 +80,7 @@ enum {
     MOST_WORKERS = 1023,
     SPIN_NANOSECONDS = 50000, /* about what it costs to sleep and be woken again */
     LOOKS_PER_CLOCK = 32,     /* looks at the gate between two looks at the clock */
-    LOOKS_PER_YIELD = 4096,   /* looks of a task that waits before it gives its CPU away: about SPIN_NANOSECONDS */
+    LOOKS_PER_YIELD = 256,    /* looks of a task that waits before it gives its CPU away: some microseconds */
     LOOKS_PER_QUESTION = 4,   /* looks at the flag between two looks at the clock */
     CACHE_LINE = 64
 };

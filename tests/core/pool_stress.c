@@ -149,6 +149,55 @@ static void sleeping_workers_are_woken(void)
     }
 }
 
+/* ---- items that wait for those handed out before them: plain sums, in the order of the items ---- */
+
+enum { PLACES = 7 };
+
+struct turns {
+    int taken[PLACES]; /* atomic: how many items have had their turn */
+    ptrdiff_t last[PLACES];
+};
+
+static void take_turns(void *context, ptrdiff_t item, int worker)
+{
+    struct turns *turns = context;
+    (void)worker;
+    for (int place = 0; place < PLACES; place++) {
+        for (unsigned looks = 1; __atomic_load_n(&turns->taken[place], __ATOMIC_ACQUIRE) != item; looks++)
+            if (!fmha_pool_waits(looks))
+                return;
+        CHECK(turns->last[place] == item - 1);
+        turns->last[place] = item;
+        if (item % 50 == 49)
+            sleep_microseconds(300); /* the others wait for longer than they spin */
+        __atomic_store_n(&turns->taken[place], (int)item + 1, __ATOMIC_RELEASE);
+    }
+}
+
+static int stop_at_once(void) { return 1; }
+
+static void never_had(void *context, ptrdiff_t item, int worker)
+{
+    (void)context, (void)item, (void)worker;
+    for (unsigned looks = 1; fmha_pool_waits(looks); looks++) {
+    }
+}
+
+static void items_may_wait_for_those_before_them(void)
+{
+    for (int threads = 1; threads <= MOST_THREADS; threads += 3) {
+        struct turns turns = {.taken = {0}};
+        for (int place = 0; place < PLACES; place++)
+            turns.last[place] = -1;
+        CHECK(fmha_pool_run(take_turns, &turns, 200, threads) > 0);
+        for (int place = 0; place < PLACES; place++)
+            CHECK(turns.last[place] == 199);
+    }
+    fmha_pool_ask(stop_at_once);
+    CHECK(fmha_pool_run(never_had, NULL, 20, 4) == 0); /* who waits for what never comes sees that the run is to stop */
+    fmha_pool_ask(NULL);
+}
+
 /* ---- the caller sleeps, too, while a worker's item takes long ---- */
 
 struct slow {
@@ -457,6 +506,7 @@ int main(int count, char **arguments)
     } parts[] = {
         {"each item runs once, on distinct workers", each_item_runs_once},
         {"sleeping workers are woken", sleeping_workers_are_woken},
+        {"items may wait for those before them", items_may_wait_for_those_before_them},
         {"waiting for a long item burns no time", waiting_for_a_long_item_burns_no_time},
         {"idle workers burn no time", idle_workers_burn_no_time},
         {"many threads may call at once", many_threads_may_call_at_once},
