@@ -29,6 +29,7 @@ from fastmha._kernels cimport (
 
 load_blas()
 cdef const fmha_kernels *kernel_tables[2]       # float32, float64
+BASELINE_FUSES = bool(FMHA_BASELINE_FUSES)     # whether the baseline's kernels have fused multiply-add
 PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product start at multiples of it
 ACTIVATIONS = {None: FMHA_NO_ACTIVATION, "gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 SUMMED_ROWS = FMHA_SUMMED_ROWS                  # of a partial sum of grad_weight
