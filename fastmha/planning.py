@@ -109,12 +109,14 @@ def choose_for(rows: int, Lk: int, key_bytes: int, algorithm: str, backward: boo
     """`choose` for so many query rows per key/value head on Lk keys of so many bytes."""
     if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
         validate.choice("algorithm", algorithm, ALGORITHMS)
-    return _choose(rows, decode_pays(rows, Lk, key_bytes), tuning.current(), algorithm, backward, weights)
+    of = tuning.current()
+    return _choose(rows, decode_pays(rows, Lk, key_bytes, of), of, algorithm, backward, weights)
 
 
-def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
-    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of so many bytes."""
-    for most, of_key, of_keys in tuning.current().decode:
+def decode_pays(rows: int, Lk: int, key_bytes: int, of: Tuning) -> bool:
+    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of so many bytes,
+    with these settings."""
+    for most, of_key, of_keys in of.decode:
         if rows <= most:
             return key_bytes >= of_key and Lk * key_bytes >= of_keys
     return False

@@ -29,6 +29,7 @@ from fastmha.tuning import DEFAULTS, TILE, Tuning
 DESCRIPTION = "Measure from which sizes on each way of computing pays on this machine, with one thread, in under five minutes."
 failed = partial(words.failed, command="tune")
 WORTH = 1.05            # the time with the default over that with another value, from which on that is taken
+ON_VECTORS: dict[str, Any] = {"num_threads": 1, "precision": "highest"}      # whatever FASTMHA_PRECISION permits
 Shape = tuple[int, ...]
 Arms = tuple[Callable[[], object], Callable[[], object]]       # of the way below the crossover, and of that above
 
@@ -73,7 +74,7 @@ def _random(*shape: int) -> np.ndarray:
 
 def _decode_arms(rows: int, D: int, Lk: int, other: str) -> Arms:
     q, k, v = _random(1, 8, rows, D), _random(1, 8, Lk, D), _random(1, 8, Lk, D)
-    below, above = (partial(functional.attention, q, k, v, algorithm=name, num_threads=1) for name in (other, "decode"))
+    below, above = (partial(functional.attention, q, k, v, algorithm=name, **ON_VECTORS) for name in (other, "decode"))
     return below, above
 
 
@@ -97,14 +98,15 @@ def _product_tile_arms(rows: int, terms: int) -> Arms:
 
 def _layout_arms(L: int, D: int) -> Arms:
     x = _random(1, L, 512)
-    modules = (multihead.MultiHeadAttention(512, 512 // D, layout=layout, rng=0) for layout in ("strided", "contiguous"))
+    modules = (multihead.MultiHeadAttention(512, 512 // D, layout=layout, precision="highest", rng=0)
+               for layout in ("strided", "contiguous"))
     below, above = (partial(m.forward, x, training=False, num_threads=1) for m in modules)
     return below, above
 
 
 def _attention_arms(L: int, D: int) -> Arms:
     q = _random(1, 4, L, D)
-    below, above = (partial(functional.attention, q, q, q, algorithm=name, num_threads=1) for name in ("tiled", "blas"))
+    below, above = (partial(functional.attention, q, q, q, algorithm=name, **ON_VECTORS) for name in ("tiled", "blas"))
     return below, above
 
 
