@@ -22,6 +22,8 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
                 |
             precision.py                what precision of float32 products is permitted, and which of them matrix tiles take
                 |
+             tuning.py                  the settings of each instruction set: from which sizes on which way pays
+                |
             validate.py                 the rules of a call, checks, the words of messages; arrays -> one Problem
                 |
              _core.pyx                  pointers and strides, the loop over heads, the GIL released
@@ -44,7 +46,8 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     cache.py and what functional.py stands on; its own map is in its `__init__`
 
     beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
-    config.py (show_config), plot.py (pictures of weights and of memory), study/ (the memory-layout study and its command)
+    config.py (show_config), plot.py (pictures of weights and of memory), study/ (the memory-layout study and its command),
+    tune.py (measures what tuning.py holds, as the study times)
 """
 from __future__ import annotations
 

@@ -17,7 +17,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     of_study = commands.add_parser("study", help="time head layouts on this machine")
     commands.add_parser("config", help="print versions, kernels, BLAS and threads, for a bug report")
-    if "study" not in given:
+    of_tune = commands.add_parser("tune", help="measure the settings of this machine, for FASTMHA_TUNING")
+    named = next((name for name in given if name in commands.choices), "")
+    if named == "tune":
+        from fastmha import tune  # only here, as the study below
+
+        of_tune.description = tune.DESCRIPTION
+        tune.add_arguments(of_tune)
+        return tune.run(parser.parse_args(given))
+    if named != "study":
         parser.parse_args(given)        # ends here but for "config"
         show_config()
         return 0

@@ -11,6 +11,7 @@ _Integers: TypeAlias = npt.NDArray[np.int64]
 _Cut: TypeAlias = tuple[tuple[int, int], bool]          # slices, whether by BLAS
 _Weight: TypeAlias = tuple[_Operands, _Floats | None, _Floats | None, tuple[int, int], bool]   # W, packed, bias, slices, by BLAS
 
+BASELINE_FUSES: bool
 PANEL_COLUMNS: int
 ACTIVATIONS: dict[str | None, int]
 SUMMED_ROWS: int

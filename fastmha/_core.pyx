@@ -30,6 +30,8 @@ from fastmha._kernels cimport (
 
 load_blas()
 cdef const fmha_kernels *kernel_tables[2]       # float32, float64
+cdef tuple selected = None                      # their name and width: asked by every call
+BASELINE_FUSES = bool(FMHA_BASELINE_FUSES)     # whether the baseline's kernels have fused multiply-add
 PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product start at multiples of it
 ACTIVATIONS = {None: FMHA_NO_ACTIVATION, "gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 SUMMED_ROWS = FMHA_SUMMED_ROWS                  # of a partial sum of grad_weight
@@ -44,17 +46,19 @@ def runnable_isas():
 
 def select_isa(str name):
     """Use the kernels of one instruction set from now on; it must be runnable here."""
+    global selected
     for i in range(FMHA_ISA_COUNT):
         if fmha_isa_name(i).decode() == name and fmha_isa_runs(i):
             kernel_tables[0] = fmha_kernels_of(i, 0)
             kernel_tables[1] = fmha_kernels_of(i, 1)
+            selected = kernel_tables[0].name.decode(), kernel_tables[0].vector_bytes
             return
     raise ValueError(f"instruction set {name!r} does not run here")
 
 
 def selected_isa():
     """The name that the kernels in use carry themselves, and their vector width in bytes."""
-    return kernel_tables[0].name.decode(), kernel_tables[0].vector_bytes
+    return selected
 
 
 def fused_multiply_add():

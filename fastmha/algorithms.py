@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastmha import _core, validate
+from fastmha import _core, tuning, validate
 from fastmha._core import Problem
 from fastmha.precision import parts_of, parts_of_product, resolve
 
@@ -264,9 +264,9 @@ def own_slices(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
 
 
 def product_by_blas(m: int, trans_b: bool = False) -> bool:
-    """Whether a product with m rows goes through BLAS, which is at least as fast without fused multiply-add in the kernels, and
+    """Whether a product with m rows goes through BLAS, where that is at least as fast for all (`Tuning.products_by_blas`), and
     for a single row times a transposed matrix: its sums run along the rows as they lie (a gemv)."""
-    return (trans_b and m == 1) or not _core.fused_multiply_add()
+    return (trans_b and m == 1) or tuning.current().products_by_blas
 
 
 class Packed(NamedTuple):

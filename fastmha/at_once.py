@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from fastmha import algorithms, validate
-from fastmha._core import Problem, fused_multiply_add, projected_backward, projected_forward, projected_step
+from fastmha._core import Problem, projected_backward, projected_forward, projected_step
 from fastmha.algorithms import AUTO, DECODE, TILED, Packed, own_slices, product_by_blas, product_slices
 from fastmha.planning import choose, choose_for
 from fastmha.precision import resolve
 from fastmha.slots import Slots, State
+from fastmha.tuning import current
 from fastmha.validate import FLOAT_TYPES, Rules
 
 _SINGLE, _DOUBLE = FLOAT_TYPES
@@ -74,7 +75,7 @@ def passes(m: Module, B: int, L: int, need_weights: bool, workers: int) -> Passe
     """How a forward from X (B, L, d_model) alone is one call of the core; None where it is not."""
     if not _plain(m):
         return None
-    key = B, L, need_weights, workers, fused_multiply_add(), not m._in_half
+    key = B, L, need_weights, workers, current(), not m._in_half
     try:
         return m._known[key]
     except KeyError:
@@ -106,7 +107,7 @@ def backward_cuts(m: Module, problem: Problem, B: int, L: int, workers: int) -> 
     """How a backward pass of X alone, without sinks, is one call of the core; None where it is not."""
     if not _plain(m):
         return None
-    key = "backward", B, L, workers, fused_multiply_add()
+    key = "backward", B, L, workers, current()
     try:
         return m._known[key]
     except KeyError:
@@ -138,7 +139,7 @@ def step(m: Module, X: np.ndarray, slots: Slots, rules: Rules, need_weights: boo
     if (slots.window is not None or not isinstance(state.filled, int) or slots.dtype != m.dtype
             or rules.key_padding_lengths is not None or rules.key_ranges is not None or not _plain(m)):
         return None
-    key = "step", B, L, workers, fused_multiply_add(), not m._in_half
+    key = "step", B, L, workers, current(), not m._in_half
     try:
         cuts = m._known[key]
     except KeyError:

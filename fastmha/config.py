@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import scipy
 
-from fastmha import _core, precision, threads
+from fastmha import _core, precision, threads, tuning
 
 
 def show_config() -> None:
@@ -23,6 +23,7 @@ def show_config() -> None:
         ("CPU", f"{platform.machine()}, {sys.byteorder}-endian"),
         ("kernels", f"{isa} ({8 * width}-bit vectors); runnable here: {', '.join(_core.runnable_isas())}"),
         ("tiles", f"{on_tiles}; precision of float32 products: {precision.get_precision()}"),
+        ("tuning", tuning.source() or "defaults"),
         ("BLAS", f"scipy.linalg.cython_blas; threads: {bound}"),
         ("threads", f"{threads.get_num_threads()} per call, {_core.pool_workers()} alive in the pool"),
     ):

@@ -12,19 +12,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from fastmha import _core, validate
+from fastmha import _core, tuning, validate
 from fastmha._core import Problem
 from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, Algorithm, copied_for_blas
 from fastmha.precision import how, parts_of
+from fastmha.tuning import Tuning
 
 _FINEST = 1024          # parts of a length that a prediction tells apart
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
-# "auto" decodes up to so many query rows per key/value head, from so many bytes of a key and of all keys on: below, what an item
-# costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that "tiled" leaves empty
-_DECODE_FROM = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024))
-# from where on "auto" has projections write heads contiguous: tokens, bytes per token and head, bytes per head
-_LAYOUT_ROWS, _LAYOUT_BYTES, _LAYOUT_HEAD_BYTES = 256, 128, 64 * 1024
-
 
 ON_TILES: Mapping[str, str] = MappingProxyType({
     TILED.name: "its products run on matrix tiles", BLAS.name: "BLAS multiplies float32 by vectors",
@@ -115,20 +110,22 @@ def choose_for(rows: int, Lk: int, key_bytes: int, algorithm: str, backward: boo
     """`choose` for so many query rows per key/value head on Lk keys of so many bytes."""
     if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
         validate.choice("algorithm", algorithm, ALGORITHMS)
-    return _choose(rows, decode_pays(rows, Lk, key_bytes), _core.fused_multiply_add(), algorithm, backward, weights)
+    of = tuning.current()
+    return _choose(rows, decode_pays(rows, Lk, key_bytes, of), of, algorithm, backward, weights)
 
 
-def decode_pays(rows: int, Lk: int, key_bytes: int) -> bool:
-    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of so many bytes."""
-    for most, of_key, of_keys in _DECODE_FROM:
+def decode_pays(rows: int, Lk: int, key_bytes: int, of: Tuning) -> bool:
+    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of so many bytes,
+    with these settings."""
+    for most, of_key, of_keys in of.decode:
         if rows <= most:
             return key_bytes >= of_key and Lk * key_bytes >= of_keys
     return False
 
 
 @lru_cache(maxsize=1024)
-def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, weights: bool) -> tuple[str, Mapping[str, str]]:
-    """`choose` for so many query rows per key/value head; whether "decode" pays there; with fused multiply-add or without."""
+def _choose(rows: int, pays: bool, of: Tuning, algorithm: str, backward: bool, weights: bool) -> tuple[str, Mapping[str, str]]:
+    """`choose` for so many query rows per key/value head; whether "decode" pays there; with these settings."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
     unable = {name: _unable(record, rows, backward, weights) for name, record in BY_NAME.items()}
@@ -139,15 +136,16 @@ def _choose(rows: int, pays: bool, fused: bool, algorithm: str, backward: bool, 
                                             for n in (algorithm, *(n for n in BY_NAME if n != algorithm))})
     if pays and not unable[DECODE.name]:
         name, why = DECODE.name, f"{rows} query rows per key/value head: every key and value is read once, memory is the limit"
-    elif fused:
+    elif not of.attention_by_blas:
         name, why = TILED.name, "scores never leave the caches, O(L) memory"
     else:
-        name, why = BLAS.name, "the kernels have no fused multiply-add here, BLAS may"
-    lanes = "few query rows leave its lanes empty" if name == DECODE.name else "slower without fused multiply-add"
+        name, why = BLAS.name, ("BLAS was measured to be faster here" if _core.fused_multiply_add() else
+                                "the kernels have no fused multiply-add here, BLAS may")
+    lanes = "few query rows leave its lanes empty" if name == DECODE.name else "slower than BLAS here"
     many = f"{rows} query rows per key/value head: arithmetic is the limit, not memory"
     small = f"for {rows} query rows per key/value head it needs more bytes of keys to pay"
     slower = {BLAS.name: "scores pass through memory between two products", TILED.name: lanes,
-              DECODE.name: small if rows <= _DECODE_FROM[-1][0] else many}
+              DECODE.name: small if rows <= of.decode_rows else many}
     return name, MappingProxyType({name: why, **{n: unable[n] or slower[n] for n in BY_NAME if n != name}})
 
 
@@ -162,21 +160,27 @@ def _unable(record: Algorithm, rows: int, backward: bool, weights: bool) -> str:
     return ""
 
 
-@lru_cache(maxsize=1024)
 def choose_layout(L: int, head_bytes: int, by_blas: bool) -> tuple[str, str]:
     """How a projection of L tokens per batch row should lay out heads of so many bytes per token, and why.
 
     "strided": side by side in rows (B, L, heads · D). "contiguous": by head, (B, heads, L, D), each by a product of its own.
     Neither changes what is computed, nor how much memory it takes. The measurements behind the rule: docs/layouts.md.
     """
+    return _choose_layout(L, head_bytes, by_blas, tuning.current().contiguous)
+
+
+@lru_cache(maxsize=1024)
+def _choose_layout(L: int, head_bytes: int, by_blas: bool, least: tuple[int, int, int]) -> tuple[str, str]:
+    """`choose_layout` from so many tokens, bytes of a token and head, and bytes of a head on."""
+    tokens, of_token, of_head = least
     if by_blas:
         return "strided", "BLAS makes the projection, which costs it more by head than contiguous heads give back"
-    if L < _LAYOUT_ROWS:
-        return "strided", f"{L} tokens per batch row, below {_LAYOUT_ROWS}: a product for each head would be small"
-    if head_bytes < _LAYOUT_BYTES:
-        return "strided", f"{head_bytes} bytes per token and head, below {_LAYOUT_BYTES}: a product for each head would be narrow"
-    if L * head_bytes < _LAYOUT_HEAD_BYTES:
-        return "strided", f"heads of {L * head_bytes} bytes, below {_LAYOUT_HEAD_BYTES}: the caches hold them however they lie"
+    if tokens > L:
+        return "strided", f"{L} tokens per batch row, below {tokens}: a product for each head would be small"
+    if head_bytes < of_token:
+        return "strided", f"{head_bytes} bytes per token and head, below {of_token}: a product for each head would be narrow"
+    if L * head_bytes < of_head:
+        return "strided", f"heads of {L * head_bytes} bytes, below {of_head}: the caches hold them however they lie"
     return "contiguous", "a product for each head costs no more than one for all, and the kernels read heads from end to end"
 
 

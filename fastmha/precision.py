@@ -5,14 +5,11 @@ import os
 
 import numpy as np
 
-from fastmha import _core, validate
+from fastmha import _core, tuning, validate
 from fastmha._core import Problem
 from fastmha.validate import PRECISIONS
 
 _PARTS = {"highest": 0, "high": 2, "medium": 1}         # of a float32 operand
-# query rows per key/value head, and keys, from which on tiles pay: of so many parts, forward and backward
-_LEAST = {(1, False): (24, 32), (1, True): (48, 48), (2, False): (64, 64), (2, True): (192, 192)}
-_PRODUCT_ROWS, _PRODUCT_TERMS = 16, 32                  # rows, and columns and terms, of a product from which on they pay
 _SCALE_MOST = 2.0**30                                   # of a scale that goes into exponents of base 2; and its inverse the least
 _chosen: str | None = None      # by set_precision
 _default: str | None = None     # from the environment, read once
@@ -85,14 +82,17 @@ def parts_of(problem: Problem, backward: bool = False) -> int:
     parts = _PARTS[resolve(problem.precision)] if "f" in types else 2 if "e" in types else 1
     if parts == 0:
         return 0
-    rows, keys = _LEAST[parts, backward]
+    rows, keys = tuning.current().least_on_tiles(parts, backward)
     return parts if Lq * (H // Hkv) >= rows and Lk >= keys else 0
 
 
 def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:
     """The bfloat16 parts in which a product (m, k) @ (k, n) of such types (bfloat16 as uint16) is taken on matrix tiles; 0: by
     vectors."""
-    if m < _PRODUCT_ROWS or k < _PRODUCT_TERMS or n < _PRODUCT_TERMS or not _core.has_tiles():
+    if not _core.has_tiles():
+        return 0
+    rows, terms = tuning.current().product_tiles
+    if m < rows or k < terms or n < terms:
         return 0
     types = of_a.char + of_b.char
     if "d" in types:

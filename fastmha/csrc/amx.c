@@ -15,8 +15,7 @@
 #define FMHA_TILES 1
 #define FMHA_TILE_UNIT 1
 #define FMHA_VECTOR_BYTES 64
-#define MICRO_SUMS 24
-#define MICRO_VECTORS 4
+#define FMHA_OF(sse2, neon, avx2, avx512, emulated) avx512
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,amx-tile,amx-bf16,avx2,fma"))), apply_to = function)
 #else

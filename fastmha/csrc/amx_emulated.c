@@ -17,7 +17,6 @@
 #define FMHA_TILE_UNIT 0
 #define FMHA_PLAIN 1
 #define FMHA_VECTOR_BYTES 64
-#define MICRO_SUMS 2
-#define MICRO_VECTORS 2
+#define FMHA_OF(sse2, neon, avx2, avx512, emulated) emulated
 #include "kernels.inc.h"
 #endif

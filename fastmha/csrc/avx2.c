@@ -12,8 +12,7 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FMHA_ISA avx2
 #define FMHA_VECTOR_BYTES 32
-#define MICRO_SUMS 12
-#define MICRO_VECTORS 2
+#define FMHA_OF(sse2, neon, avx2, avx512, emulated) avx2
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else

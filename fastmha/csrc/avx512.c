@@ -12,8 +12,7 @@
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define FMHA_ISA avx512
 #define FMHA_VECTOR_BYTES 64
-#define MICRO_SUMS 24
-#define MICRO_VECTORS 4
+#define FMHA_OF(sse2, neon, avx2, avx512, emulated) avx512
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), apply_to = function)
 #else

@@ -15,13 +15,11 @@
 #define FMHA_ISA baseline
 #define FMHA_VECTOR_BYTES 16
 #ifdef __aarch64__      /* 32 vector registers, twice those of SSE2 */
-#define MICRO_SUMS 24
-#define MICRO_VECTORS 4
+#define FMHA_OF(sse2, neon, avx2, avx512, emulated) neon
 #ifndef __clang__       /* loads moved to the front, as gcc does on ARM and not on x86, push sums out of the registers */
 #pragma GCC optimize("no-schedule-insns")
 #endif
 #else
-#define MICRO_SUMS 12
-#define MICRO_VECTORS 2
+#define FMHA_OF(sse2, neon, avx2, avx512, emulated) sse2
 #endif
 #include "kernels.inc.h"

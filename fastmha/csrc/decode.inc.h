@@ -2,11 +2,6 @@
  * for all rows of the group, a whole row at a time, the values fetched ahead while the keys are at work. Keys are split in
  * chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in the order of the chunks. */
 
-#define DECODE_KEYS 256     /* keys whose scores are kept at a time: their values, fetched meanwhile, wait in the second cache */
-#define DECODE_VALUES 64    /* keys of one product with the values: sums of sums err less than one long sum */
-
-#define DECODE_TOGETHER 4    /* query rows for which a key is loaded once */
-
 /* Scratch of one thread: q scaled (rows, width), scores (rows, keys), of each row what its sums shrink by and the lift of its
  * scores; values (keys, value width) where they must be copied, and where they must be converted. */
 typedef struct {

@@ -128,8 +128,6 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef KEY_STEP
 #undef MASK_KEYS
 #undef GRANULE
-#undef MICRO_MOST_ROWS
-#undef MICRO_AHEAD
 #undef MICRO_ROWS
 #undef MICRO
 #undef PRODUCT

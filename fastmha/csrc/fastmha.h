@@ -4,6 +4,7 @@
 #define FASTMHA_H
 
 #include "items.h"
+#include "tuning.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -57,13 +58,6 @@ typedef struct {
     ptrdiff_t b, h, i0, rows, j0, cols, ld;
 } fmha_block;
 
-#define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
-#define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
-#define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
-#define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
-#define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
-#define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
-#define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
 #define FMHA_CACHE_LINE 64      /* bytes */
 
 _Static_assert(FMHA_BLOCK_ROWS <= 64 && FMHA_DECODE_ROWS <= FMHA_BLOCK_ROWS, "rows of a block are bits of a uint64_t");

@@ -4,23 +4,11 @@
  * Goto and van de Geijn 2008). Every element is summed in blocks of K in
  * their order: its bits depend on K alone, not on the slice it is computed in. */
 
-#define GEMM_DEPTH 384      /* K of a block: a packed panel stays in the first two caches */
-#define GEMM_ROWS 256       /* rows of a block: its part of a stays in the second cache */
-#define GEMM_WIDE (ROUND_UP(1024, PANEL))   /* columns that are packed at a time: the third cache has room */
-#define GEMM_FEW 64         /* rows for which packed columns are wanted again at once: they stay in the second cache */
-#define GEMM_NARROW ROUND_UP(256, PANEL)
-#define GEMM_SERVED (8 * PANEL)     /* columns from which on a copy of a block of a pays */
-#define GEMM_AHEAD 8        /* rows of b that are fetched before they are packed: no CPU guesses such strides */
-#define FINISH_AHEAD 4      /* rows that the last pass fetches ahead, for the same reason */
+#define GEMM_WIDE (ROUND_UP(GEMM_COLUMNS, PANEL))
+#define GEMM_NARROW ROUND_UP(GEMM_FEW_COLUMNS, PANEL)
+#define GEMM_SERVED (GEMM_SERVES * PANEL)
 #define PANEL (MICRO_VECTORS * LANES)
 _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product start with a panel");
-
-#define FEW_ROWS 16         /* of a: b is then read once, where it lies, as so many streams of rows */
-#define FEW_DEPTH 8
-#define FEW_COLUMNS 1024
-#define FEW_SUMS 4096       /* of so many columns of all rows together, if that is more: longer streams */
-#define ONE_NEAR (1 << 20)  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
-#define ONE_VECTORS 8
 
 /* Scratch of a product (M, N) over K: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums
  * (rows, columns) of a panel with a ragged edge; where a has few rows, a part of their sums alone. No less than that of any

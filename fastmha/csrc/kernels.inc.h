@@ -1,5 +1,5 @@
 /* All algorithms for one instruction set, once per dtype, and their tables. Set before inclusion: FMHA_ISA (a word),
- * FMHA_VECTOR_BYTES, MICRO_SUMS and MICRO_VECTORS (the register tile: sums it holds, vectors of a row). Standard headers
+ * FMHA_VECTOR_BYTES, and FMHA_OF, its column of tuning.h. Standard headers
  * come in before the fenced target region. */
 
 #define FMHA_PASTE_(isa, name, bits) fmha_##isa##_##name##_##bits

@@ -8,7 +8,6 @@
  * beyond LARGE_PART, rows whose scores or sums are, and rows so small that subnormal numbers count. What is such counts as zeros in
  * the tiles: nothing of it reaches another row. A row's bits depend on its own numbers, as everywhere. */
 
-#define MATRIX_KEYS 192         /* keys of a chunk, and of a tile of scores */
 #define FAR_SCORE POWER(18)     /* in powers of 2: where the steps of such numbers are small still */
 
 /* The keys of a chunk of a head whose keys are shorter than one. */

@@ -1,8 +1,6 @@
 /* Products of matrices for the projections on matrix tiles: both operands are packed first, each once, then slices of the result are
  * summed in float32, finished, and rounded to their element type. */
 
-#define GEMM_TILES 8        /* tiles of a sum taken at a time: those of 32 rows and of 32 columns stay in the first cache together */
-
 /* Elements of an operand in tiles with so many rows or columns along the result, and terms of the sum: of one part. */
 static ptrdiff_t FMHA_NAME(tiles_size)(ptrdiff_t outer, ptrdiff_t terms)
 {

@@ -1,7 +1,5 @@
 /* The products of the tiled algorithm, of decode's values and of the projections: one register tile. */
 
-#define MICRO_MOST_ROWS 12
-#define MICRO_AHEAD 6       /* rows of a packed panel, from the second cache, that FMHA_FETCH fetches ahead */
 #if MICRO_VECTORS != 2 && MICRO_VECTORS != 4
 #error "product_of has cases for register tiles of 2 and of 4 vectors"
 #endif

@@ -17,18 +17,9 @@ import numpy as np
 import scipy
 
 from fastmha import __version__, _core, algorithms, threads
+from fastmha.tuning import cpu_name
 
 HUGE_PAGE = 2 << 20     # bytes
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _data_caches(*wanted: str) -> dict[str, list[str]]:

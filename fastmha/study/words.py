@@ -89,7 +89,7 @@ def times_text(ratios: Iterable[Ratio]) -> str:
             f"{len(each)} cases)")
 
 
-def failed(sentence: str, status: int = 2, sign: str = ": ") -> int:
-    """Say why the study ends, and return its exit status."""
-    print(f"fastmha study{sign}{sentence}", file=sys.stderr)
+def failed(sentence: str, status: int = 2, sign: str = ": ", command: str = "study") -> int:
+    """Say why the study, or another command, ends, and return its exit status."""
+    print(f"fastmha {command}{sign}{sentence}", file=sys.stderr)
     return status

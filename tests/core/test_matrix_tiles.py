@@ -3,6 +3,7 @@
 Every case runs on the tiles' arithmetic in plain C, and on AMX where the machine has it. Bounds are shares of an array's largest
 entry: what is rounded to one bfloat16 part has 8 bits, to two 16; operands of float16 are exact in two, results have 11 bits."""
 
+import dataclasses
 import itertools
 import re
 import shutil
@@ -13,7 +14,7 @@ from support import TILE_ISAS, Guard, assert_same, guards, in_float64, padded, r
 from test_fences import instructions
 
 import fastmha
-from fastmha import _core, algorithms, precision, reference, validate
+from fastmha import _core, algorithms, precision, reference, tuning, validate
 
 bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
 KINDS = {"bfloat16": (bfloat16, None, 3e-2), "float16": (np.float16, None, 3e-3), "high": (np.float32, "high", 1e-4),
@@ -21,11 +22,16 @@ KINDS = {"bfloat16": (bfloat16, None, 3e-2), "float16": (np.float16, None, 3e-3)
 RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 
+def on_tiles_from(least):
+    """The settings in use, but matrix tiles for attention from so many rows and keys on."""
+    names = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward")
+    return dataclasses.replace(tuning.current(), **dict.fromkeys(names, least))
+
+
 @pytest.fixture(params=TILE_ISAS)
-def tiles(request, monkeypatch):
+def tiles(request):
     """Tiles from few rows and keys on, whether they pay or not."""
-    monkeypatch.setattr(precision, "_LEAST", dict.fromkeys(precision._LEAST, (24, 32)))
-    with selected(request.param):
+    with selected(request.param), tuning.using(on_tiles_from(tuning.TILE)):
         yield request.param
 
 

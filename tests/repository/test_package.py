@@ -100,7 +100,7 @@ def test_show_config_prints_what_a_bug_report_needs(capsys):
         assert part in text
     lines = text.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "fastmha", "Python", "NumPy", "SciPy", "CPU", "kernels", "tiles", "BLAS", "threads",
+        "fastmha", "Python", "NumPy", "SciPy", "CPU", "kernels", "tiles", "tuning", "BLAS", "threads",
     ]  # fmt: skip
 
 

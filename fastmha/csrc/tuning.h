@@ -1,0 +1,50 @@
+/* The sizes that depend on the machine and are compiled: tiles, blocks, how far ahead is fetched. What Python decides by is in
+ * tuning.py. To change GEMM_DEPTH or a number of keys changes the order of sums, and so bits. */
+#ifndef FMHA_TUNING_H
+#define FMHA_TUNING_H
+
+/* Of all instruction sets alike: work is cut into items before it is known who computes them. */
+#define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
+#define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
+#define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
+#define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
+#define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
+#define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
+#define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
+
+/* Of each its own: a column. The file of an instruction set says which by FMHA_OF(sse2, neon, avx2, avx512, emulated), before
+ * kernels.inc.h; AMX has the vectors of AVX-512. */
+/*                                 sse2    neon    avx2  avx512   emul. */
+
+/* The register tile. */
+#define MICRO_SUMS       FMHA_OF(    12,     24,     12,     24,      2)  /* vectors of sums that it holds */
+#define MICRO_VECTORS    FMHA_OF(     2,      4,      2,      4,      2)  /* of a row */
+#define MICRO_MOST_ROWS  FMHA_OF(    12,     12,     12,     12,     12)
+#define MICRO_AHEAD      FMHA_OF(     6,      6,      6,      6,      6)  /* rows of a packed panel, from the second cache, that FMHA_FETCH fetches ahead */
+
+/* Products of matrices. */
+#define GEMM_DEPTH       FMHA_OF(   384,    384,    384,    384,    384)  /* K of a block: a packed panel stays in the first two caches */
+#define GEMM_ROWS        FMHA_OF(   256,    256,    256,    256,    256)  /* rows of a block: its part of a stays in the second cache */
+#define GEMM_COLUMNS     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* that are packed at a time: the third cache has room */
+#define GEMM_FEW         FMHA_OF(    64,     64,     64,     64,     64)  /* rows for which packed columns are wanted again at once: they stay in the second cache, */
+#define GEMM_FEW_COLUMNS FMHA_OF(   256,    256,    256,    256,    256)  /* so many */
+#define GEMM_SERVES      FMHA_OF(     8,      8,      8,      8,      8)  /* panels from which on a copy of a block of a pays */
+#define GEMM_AHEAD       FMHA_OF(     8,      8,      8,      8,      8)  /* rows of b that are fetched before they are packed: no CPU guesses such strides */
+#define FINISH_AHEAD     FMHA_OF(     4,      4,      4,      4,      4)  /* rows that the last pass fetches ahead, for the same reason */
+#define FEW_ROWS         FMHA_OF(    16,     16,     16,     16,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
+#define FEW_DEPTH        FMHA_OF(     8,      8,      8,      8,      8)
+#define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
+#define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
+#define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
+#define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
+
+/* The "decode" algorithm; the values of the next keys are fetched while the scores of these are summed. */
+#define DECODE_KEYS      FMHA_OF(   256,    256,    256,    256,    256)  /* whose scores are kept at a time: their values, fetched meanwhile, wait in the second cache */
+#define DECODE_VALUES    FMHA_OF(    64,     64,     64,     64,     64)  /* keys of one product with the values: sums of sums err less than one long sum */
+#define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
+
+/* Matrix tiles, where there are any. */
+#define MATRIX_KEYS      FMHA_OF(   192,    192,    192,    192,    192)  /* of a chunk, and of a tile of scores */
+#define GEMM_TILES       FMHA_OF(     8,      8,      8,      8,      8)  /* of a sum taken at a time: those of 32 rows and of 32 columns stay in the first cache together */
+
+#endif
