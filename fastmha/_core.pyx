@@ -158,8 +158,11 @@ cdef char *allocate(ptrdiff_t bytes) noexcept nogil:
     return <char *>PyMem_RawMalloc(bytes)
 
 
-cdef char *kept_memory = NULL       # the last run's scratch: a small call would spend much of its time on fresh pages
-cdef ptrdiff_t kept_bytes = 0
+cdef enum:
+    KEPT = 3                        # blocks: as many as a run has at a time
+
+cdef char *kept_memory[KEPT]        # the last runs' scratch: a small call would spend much of its time on fresh pages
+cdef ptrdiff_t kept_bytes[KEPT]     # FMHA_KEPT_BYTES together
 
 
 cdef class Scratch:
@@ -170,15 +173,18 @@ cdef class Scratch:
     cdef int threads
 
     def __cinit__(self, ptrdiff_t size, int threads):
-        global kept_memory, kept_bytes
+        cdef int n, best = -1
         self.threads = threads
         self.size = (size + FMHA_CACHE_LINE - 1) // FMHA_CACHE_LINE * FMHA_CACHE_LINE + FMHA_CACHE_LINE
         if size > (<ptrdiff_t>1 << 62) // (threads + 1):
             raise MemoryError(f"no memory for {threads} times {size} bytes of scratch")
         cdef ptrdiff_t wanted = self.size * threads + FMHA_CACHE_LINE
-        if wanted <= kept_bytes:
-            self.memory, self.bytes = kept_memory, kept_bytes
-            kept_memory, kept_bytes = NULL, 0
+        for n in range(KEPT):
+            if kept_bytes[n] >= wanted and (best < 0 or kept_bytes[n] < kept_bytes[best]):
+                best = n
+        if best >= 0:
+            self.memory, self.bytes = kept_memory[best], kept_bytes[best]
+            kept_memory[best], kept_bytes[best] = NULL, 0
         else:
             self.memory = allocate(wanted)
             if self.memory == NULL:
@@ -187,10 +193,15 @@ cdef class Scratch:
         self.start = <char *>((<uintptr_t>self.memory + FMHA_CACHE_LINE - 1) & ~<uintptr_t>(FMHA_CACHE_LINE - 1))
 
     def __dealloc__(self):
-        global kept_memory, kept_bytes
-        if kept_bytes < self.bytes <= FMHA_KEPT_BYTES:
-            kept_memory, self.memory = self.memory, kept_memory
-            kept_bytes = self.bytes
+        cdef ptrdiff_t held = 0
+        cdef int n, least = 0
+        for n in range(KEPT):
+            held += kept_bytes[n]
+            if kept_bytes[n] < kept_bytes[least]:
+                least = n
+        if kept_bytes[least] < self.bytes <= FMHA_KEPT_BYTES - held + kept_bytes[least]:
+            kept_memory[least], self.memory = self.memory, kept_memory[least]
+            kept_bytes[least] = self.bytes
         PyMem_RawFree(self.memory)
 
 

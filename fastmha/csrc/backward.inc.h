@@ -496,7 +496,7 @@ typedef struct {
     fmha_item item;
     ptrdiff_t last_row, last_key, width, value_width;
     FMHA_NAME(packed) packed;
-    int *taken;
+    int *taken, *finite;                /* finite: of each block */
     int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
     int wants_q;
     REAL *grad_q, *sums_k, *sums_v;     /* these two: of a tile, NULL where not wanted */
@@ -506,13 +506,15 @@ typedef struct {
 #endif
 } FMHA_NAME(gradients);
 
-/* Elements that the items of a head which is split share: what is kept of its blocks, their sums on matrix tiles, and the turns. */
-static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(packed) *packed, REAL **grad_q, int **taken)
+/* Elements that the items of a head which is split share: what is kept of its blocks, their sums on matrix tiles, the turns, and what
+ * was found finite. */
+static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(packed) *packed, REAL **grad_q, int **taken, int **finite)
 {
     const ptrdiff_t rows = FMHA_NAME(head_rows)(p);
     ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, packed);
     *grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
     *taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    *finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     return used;
 }
 
@@ -520,8 +522,8 @@ static ptrdiff_t FMHA_NAME(backward_shared)(const fmha_problem *p)
 {
     FMHA_NAME(packed) unused;
     REAL *unused_sums;
-    int *unused_turns;
-    return FMHA_NAME(split_layout)(p, NULL, &unused, &unused_sums, &unused_turns);
+    int *unused_turns, *unused_flags;
+    return FMHA_NAME(split_layout)(p, NULL, &unused, &unused_sums, &unused_turns, &unused_flags);
 }
 
 /* The block whose first row is i0, what is kept of it, and which of its rows are left to vectors, a bit each. */
@@ -553,6 +555,50 @@ static int FMHA_NAME(mend_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block
     return wanted && (int)*own->kind & FMHA_NAME(far_block) && FMHA_NAME(mended)(&x->w, block, own, wanted);
 }
 
+#define Q_FINITE 1
+#define GRAD_OUT_FINITE 2
+#define K_FINITE 4
+#define ROWS_FINITE (Q_FINITE | GRAD_OUT_FINITE)
+#define ALL_FINITE (ROWS_FINITE | K_FINITE)
+
+static int FMHA_NAME(removes_pairs)(const fmha_problem *p)
+{
+    return p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
+}
+
+static int FMHA_NAME(keys_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j0, ptrdiff_t j1)
+{
+    return FMHA_NAME(finite_rows)(p->stored, j1 - j0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j0), p->k.stride[2]) ? K_FINITE : 0;
+}
+
+/* Of queries i0 .. i0+rows of a head. */
+static int FMHA_NAME(queries_finite)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i0, ptrdiff_t rows)
+{
+    const fmha_problem *p = &run->p;
+    const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, i0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, i0);
+    return (FMHA_NAME(finite_rows)(p->element, rows, p->D, q, p->q.stride[2]) ? Q_FINITE : 0)
+           | (FMHA_NAME(finite_rows)(p->element, rows, p->Dv, g, run->grad_out.stride[2]) ? GRAD_OUT_FINITE : 0);
+}
+
+/* Of the rows of a block and its share of the keys: all blocks together see all of them. */
+static int FMHA_NAME(finite_in_block)(const FMHA_NAME(gradients) *x, const FMHA_NAME(rows) *block, ptrdiff_t n)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t blocks = FMHA_NAME(head_rows)(p) / BLOCK_ROWS;
+    ptrdiff_t valid0, valid1;
+    int finite = ALL_FINITE;
+    if (!FMHA_NAME(removes_pairs)(p)) return finite;
+    fmha_valid_keys(p, block->b, &valid0, &valid1);
+    const ptrdiff_t keys = valid1 - valid0, from = valid0 + keys * n / blocks, to = valid0 + keys * (n + 1) / blocks;
+    if (to > from) finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, block->b, block->hkv, from, to);
+    for (ptrdiff_t r = 0, rows; r < block->rows; r += rows) {
+        rows = p->Lq - block->query[r] < block->rows - r ? p->Lq - block->query[r] : block->rows - r;
+        finite &= ~ROWS_FINITE | FMHA_NAME(queries_finite)(run, block->b, block->head[r], block->query[r], rows);
+    }
+    return finite;
+}
+
 /* FMHA_PREPARE: a block is ready; its far rows have met all keys, in the order and with the sums of FMHA_WHOLE. */
 static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
 {
@@ -562,6 +608,7 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     const ptrdiff_t i0 = x->item.i0;
     const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
     x->taken[i0 / BLOCK_ROWS] = 0;
+    x->finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
     memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     FMHA_NAME(begin_block)(x, &block, &own, wanted);
@@ -677,22 +724,24 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
     }
 }
 
-/* Whether operands are finite, which matters only where pairs are removed. */
+/* Whether operands are finite, which matters only where pairs are removed; of a head that is split, as its blocks have found. */
 static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
 {
     const fmha_run *run = x->w.run;
     const fmha_problem *p = &run->p;
     const ptrdiff_t b = x->item.b, hkv = x->item.h, group = p->H / p->Hkv;
     ptrdiff_t valid0, valid1;
-    x->w.q_finite = x->w.grad_out_finite = x->w.k_finite = 1;
-    if (!x->left || !(p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data)) return;
-    fmha_valid_keys(p, b, &valid0, &valid1);
-    x->w.k_finite = FMHA_NAME(finite_rows)(p->stored, valid1 - valid0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, valid0), p->k.stride[2]);
-    for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) {
-        const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
-        x->w.q_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->D, q, p->q.stride[2]);
-        x->w.grad_out_finite &= FMHA_NAME(finite_rows)(p->element, p->Lq, p->Dv, g, run->grad_out.stride[2]);
+    int finite = ALL_FINITE;
+    if (x->left && FMHA_NAME(removes_pairs)(p) && x->finite) {
+        for (ptrdiff_t n = 0; n < FMHA_NAME(head_rows)(p) / BLOCK_ROWS; n++) finite &= x->finite[n];
+    } else if (x->left && FMHA_NAME(removes_pairs)(p)) {
+        fmha_valid_keys(p, b, &valid0, &valid1);
+        finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, b, hkv, valid0, valid1);
+        for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) finite &= ~ROWS_FINITE | FMHA_NAME(queries_finite)(run, b, h, 0, p->Lq);
     }
+    x->w.q_finite = (finite & Q_FINITE) != 0;
+    x->w.grad_out_finite = (finite & GRAD_OUT_FINITE) != 0;
+    x->w.k_finite = (finite & K_FINITE) != 0;
 }
 
 /* An item of run->mode; matrix: on matrix tiles, but for the rows that these leave. */
@@ -724,7 +773,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
 #endif
     if (mode != FMHA_WHOLE) {
         const ptrdiff_t head = item.b * p->Hkv + item.h - run->cut.first;
-        FMHA_NAME(split_layout)(p, (REAL *)run->kept + head * FMHA_NAME(backward_shared)(p), &x.packed, &x.grad_q, &x.taken);
+        FMHA_NAME(split_layout)(p, (REAL *)run->kept + head * FMHA_NAME(backward_shared)(p), &x.packed, &x.grad_q, &x.taken, &x.finite);
     }
     if (mode == FMHA_RESULTS) {
         FMHA_NAME(write_blocks)(&x);
@@ -739,7 +788,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         FMHA_NAME(t_configure)();
     }
 #endif
-    FMHA_NAME(look_at_operands)(&x);
+    if (mode != FMHA_PREPARE) FMHA_NAME(look_at_operands)(&x);
     if (mode == FMHA_WHOLE) {
         FMHA_NAME(whole_item)(&x);
     } else if (mode == FMHA_PREPARE) {

@@ -119,6 +119,7 @@ typedef struct {
  * small), a block to write. */
 enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES };
 #define FMHA_FINE_KEYS (FMHA_TILE_KEYS / 3)
+#define FMHA_SPLIT_COST 3       /* of the passes before and behind, in products of a block and a tile */
 
 /* What the items of one pass of "tiled" or "decode" share. */
 typedef struct {
@@ -358,25 +359,65 @@ static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, ptrdif
     return cut;
 }
 
+/* In products of a whole block and a whole tile: what a head costs by one product, and by one its longest tile and its longest block. */
+typedef struct {
+    double head, tile, block;
+} fmha_costs;
+
+#define FMHA_SAMPLES 32     /* of blocks and of tiles of a head, evenly: by them the cost of causality and windows is judged */
+
+static inline fmha_costs fmha_costs_of(const fmha_problem *p)
+{
+    const ptrdiff_t rows = fmha_heads_cut(p).rows, tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), blocks = fmha_parts(rows, FMHA_BLOCK_ROWS);
+    const double all_keys = (double)p->Lk / FMHA_TILE_KEYS, all_rows = (double)rows / FMHA_BLOCK_ROWS;
+    fmha_costs costs = {all_keys * all_rows, all_keys < 1 ? all_keys * all_rows : all_rows, all_rows < 1 ? all_keys * all_rows : all_keys};
+    if (!p->banded || tiles == 0 || blocks == 0) return costs;
+    const ptrdiff_t some_tiles = tiles < FMHA_SAMPLES ? tiles : FMHA_SAMPLES, some_blocks = blocks < FMHA_SAMPLES ? blocks : FMHA_SAMPLES;
+    double of_block[FMHA_SAMPLES] = {0};
+    costs = (fmha_costs){0, 0, 0};
+    for (ptrdiff_t t = 0; t < some_tiles; t++) {
+        const ptrdiff_t low = t * tiles / some_tiles * FMHA_TILE_KEYS, high = low + FMHA_TILE_KEYS < p->Lk ? low + FMHA_TILE_KEYS : p->Lk;
+        double of_tile = 0;
+        for (ptrdiff_t n = 0; n < some_blocks; n++) {
+            const ptrdiff_t middle = n * blocks / some_blocks * FMHA_BLOCK_ROWS + FMHA_BLOCK_ROWS / 2;
+            ptrdiff_t j0, j1;
+            fmha_row_keys(p, 0, (middle < rows ? middle : rows - 1) % p->Lq, &j0, &j1);
+            const ptrdiff_t from = j0 > low ? j0 : low, to = j1 < high ? j1 : high;
+            const double cost = to > from ? (double)(to - from) / FMHA_TILE_KEYS : 0;
+            of_tile += cost;
+            of_block[n] += cost;
+        }
+        costs.head += of_tile;
+        if (of_tile > costs.tile) costs.tile = of_tile;
+    }
+    for (ptrdiff_t n = 0; n < some_blocks; n++)
+        if (of_block[n] > costs.block) costs.block = of_block[n];
+    costs.head *= all_rows / (double)some_blocks * ((double)tiles / (double)some_tiles);
+    costs.tile *= all_rows / (double)some_blocks;
+    costs.block *= (double)tiles / (double)some_tiles;
+    return costs;
+}
+
 /* How many heads are items of their own, and how the others are best split for so many threads; FMHA_WHOLE where none is. Whole heads
- * are as many for each thread; times are in products of a block and a tile, of which each pair has 5, or 7 in FMHA_PARTS. */
+ * are as many for each thread. Times are in products as above, of which a pair has 5, or 7 in FMHA_PARTS, some of them smaller. */
 static inline int fmha_backward_split(const fmha_problem *p, int threads, ptrdiff_t *whole)
 {
-    const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads;
+    static const int modes[] = {FMHA_WHOLE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS};
+    const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), each = left ? threads / left : 0;
     *whole = heads;
     if (threads == 1 || left == 0) return FMHA_WHOLE;
-    const ptrdiff_t tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), each = threads / left;
-    const double keys = (double)p->Lk / FMHA_TILE_KEYS, rows = (double)fmha_heads_cut(p).rows / FMHA_BLOCK_ROWS;
-    const double of_head = keys * rows * (p->banded ? 0.5 : 1), work = (double)left * of_head / threads;
-    /* each tile waits for the one before; without causality the longest threads have whole rounds of tiles */
-    const double chain = 5 * rows + (double)(tiles - 1), rounds = (double)((left * tiles + threads - 1) / threads);
-    double time[] = {5 * of_head, p->banded ? 5 * work : 5 * rows * rounds + (double)(each < tiles ? each : tiles) - 1, 7 * work, 7 * work};
-    const double longest[] = {0, chain, 4 * rows, 4 * rows * FMHA_FINE_KEYS / FMHA_TILE_KEYS};
-    static const int modes[] = {FMHA_WHOLE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS};
+    const fmha_costs costs = fmha_costs_of(p);
+    const double work = (double)left * costs.head / threads, rounds = (double)((left * tiles + threads - 1) / threads);
+    const double missing = left == 1 && tiles % threads == 1 ? (double)tiles * costs.tile - costs.head : 0;    /* of the last tile, alone */
+    const double longest[] = {0, 5 * costs.tile + (double)(tiles - 1), 4 * costs.tile, 4 * costs.tile * FMHA_FINE_KEYS / FMHA_TILE_KEYS};
+    /* each tile waits for the one before; without a band the longest threads have whole rounds of tiles */
+    double time[] = {5 * costs.head, p->banded ? 5 * work : 5 * (costs.tile * rounds - missing) + (double)(each < tiles ? each : tiles) - 1,
+                     7.5 * work, 8 * work};
     int best = 0;
-    for (int n = 0; n < 4 - (p->parts > 0); n++) {      /* what matrix tiles take of keys is not cut */
+    for (int n = 1; n < 4 - (p->parts > 0); n++) {      /* what matrix tiles take of keys is not cut */
         if (time[n] < longest[n]) time[n] = longest[n];
-        if (n > 1 && time[n] < 3 * keys) time[n] = 3 * keys;
+        if (n > 1 && time[n] < 3 * costs.block) time[n] = 3 * costs.block;
+        time[n] += FMHA_SPLIT_COST;
         if (time[n] < time[best]) best = n;
     }
     if (best) *whole = heads - left;
