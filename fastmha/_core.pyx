@@ -23,8 +23,8 @@ from fastmha._kernels cimport (
     fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
     fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
-    fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
-    fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
+    fmha_matrices_cut, fmha_norm, fmha_ordered_cut, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
+    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
 )
 
 
@@ -958,7 +958,7 @@ cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
 cdef int run_tiled(fmha_run *c, Problem problem, int threads) except -1:
     cdef Scratch scratch
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    c.cut = fmha_forward_cut(&c.p)
+    c.cut = fmha_ordered_cut(&c.p, threads)
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return 0
@@ -1383,7 +1383,7 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
     if name == "decode":
         first, second = fmha_decode_cut(&problem.c), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
-    first, second = fmha_forward_cut(&problem.c), fmha_runs_cut(&problem.c)
+    first, second = fmha_ordered_cut(&problem.c, threads), fmha_runs_cut(&problem.c)
     if problem.c.parts == 0 and fmha_by_runs(&problem.c, threads):
         return [items_of(&second), items_of(&first)]
     return [items_of(&first)]

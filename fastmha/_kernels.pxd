@@ -173,6 +173,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t fmha_backward_items(const fmha_problem *, const fmha_cut *, int mode)
     int fmha_backward_split(const fmha_problem *, int threads, ptrdiff_t *whole)
     fmha_cut fmha_decode_cut(const fmha_problem *)
+    fmha_cut fmha_ordered_cut(const fmha_problem *, int threads)
     fmha_cut fmha_runs_cut(const fmha_problem *)
     bint fmha_by_runs(const fmha_problem *, int threads)
     fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)

@@ -326,6 +326,17 @@ static inline fmha_cut fmha_forward_cut(const fmha_problem *p)
     return cut;
 }
 
+/* The same for so many threads: where each has few blocks, the longest of all heads first, which evens out the end; else head after
+ * head, whose keys then stay in a cache. */
+#define FMHA_EVEN_BLOCKS 32     /* for each thread */
+#define FMHA_FEW_THREADS 4
+static inline fmha_cut fmha_ordered_cut(const fmha_problem *p, int threads)
+{
+    fmha_cut cut = fmha_forward_cut(p);
+    cut.heads_inside = p->banded && threads > FMHA_FEW_THREADS && fmha_items(&cut) < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads;
+    return cut;
+}
+
 /* The same, each block cut into runs of its keys. */
 static inline fmha_cut fmha_runs_cut(const fmha_problem *p)
 {
@@ -342,7 +353,8 @@ static inline int fmha_by_runs(const fmha_problem *p, int threads)
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t blocks = fmha_items(&cut), rounds = (blocks + threads - 1) / threads;
     if (threads == 1 || p->Lk <= FMHA_RUN_KEYS || blocks >= FMHA_MANY_BLOCKS * threads) return 0;
-    return p->banded || 10 * blocks < 9 * rounds * threads;
+    if (p->banded) return threads <= FMHA_FEW_THREADS || blocks < 3 * threads;      /* else the order of the blocks is enough */
+    return 10 * blocks < 9 * rounds * threads;
 }
 
 /* The first `whole` heads are items of FMHA_WHOLE; the others are split. */
