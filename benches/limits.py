@@ -592,20 +592,21 @@ SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
 SHARE = 0.8         # of the threads, in how many times as fast they are
 
 
-def threads_table(dtype: str, options: argparse.Namespace) -> Table:
+def threads_table(dtype: str, direction: str, options: argparse.Namespace) -> Table:
     findings = []
     for label, shape in SHARED:
         call = draw(label, dtype=dtype, **shape)
-        check(call, options.threads, ("forward",))
-        best = best_times({"1": call.function("forward", 1), "all": call.function("forward", options.threads)}, options.seconds)
+        check(call, options.threads, (direction,))
+        best = best_times({"1": call.function(direction, 1), "all": call.function(direction, options.threads)}, options.seconds)
         findings.append(Finding(label, {"times as fast": best["1"] / best["all"], "ms": f"{best['all'] * 1e3:.3f}"},
                                 Floor(low=SHARE * options.threads), ("times as fast",)))
-    return Table(f"{options.threads} threads beside one, {dtype}, forward", findings)
+    return Table(f"{options.threads} threads beside one, {dtype}, {direction}", findings)
 
 
 def shared(options: argparse.Namespace) -> Iterator[Table]:
     for dtype in DTYPES:
-        yield threads_table(dtype, options)
+        for direction in DIRECTIONS:
+            yield threads_table(dtype, direction, options)
 
 
 # ---------------------------------------------------------------------------------------------- tiny calls
