@@ -1043,11 +1043,12 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, str wanted, int thread
     if wanted is not None:
         split = SPLITS[wanted]
         whole = c.p.B * c.p.Hkv if split == FMHA_WHOLE else 0
-    if whole < c.p.B * c.p.Hkv:
-        kept = Scratch((c.p.B * c.p.Hkv - whole) * kernels.backward_shared(&c.p) * size, 1)
-        c.kept = kept.start
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
+    if whole < c.p.B * c.p.Hkv:
+        own = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&c.p) * size
+        kept = Scratch((c.p.B * c.p.Hkv - whole) * own, 1)
+        c.kept = kept.start
     if on_tiles:
         shared = Scratch(kernels.gradient_shared(&c.p), 1)
         c.shared = shared.start
@@ -1109,10 +1110,10 @@ def tiled_scratch(Problem problem, bint backward, int threads):
     if problem.c.parts > 0 and kernels.matrix_forward != NULL:
         if backward:
             return (kernels.gradient_scratch(&problem.c, mode) * problem.itemsize,
-                    kernels.gradient_shared(&problem.c) + split_heads * kernels.backward_shared(&problem.c))
+                    kernels.gradient_shared(&problem.c) + split_heads * kernels.gradient_kept(&problem.c))
         return kernels.matrix_scratch(&problem.c, False) * problem.itemsize, kernels.matrix_shared(&problem.c)
     if backward:
-        return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, split_heads * kernels.backward_shared(&problem.c)
+        return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, split_heads * kernels.backward_kept(&problem.c)
     cdef fmha_cut runs = fmha_runs_cut(&problem.c)
     cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
@@ -1327,7 +1328,7 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
         sequence_run(&c, s, &own)
         c.first[c.sequences + 1 + s] = shared
         if own.cut.last > own.cut.first:
-            shared += (own.cut.last - own.cut.first) * kernels.backward_shared(&own.p) * c.itemsize
+            shared += (own.cut.last - own.cut.first) * kernels.backward_kept(&own.p) * c.itemsize
     c.chunk = c.first + c.sequences + 1
     kept = Scratch(shared, 1)
     c.whole.kept = kept.start

@@ -119,7 +119,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*merge_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
-        ptrdiff_t (*backward_shared)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*backward_kept)(const fmha_problem *) noexcept nogil
         void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
         void (*matrix_pack)(void *, ptrdiff_t, int) noexcept nogil
@@ -132,6 +132,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*gradient_shared)(const fmha_problem *) noexcept nogil
         void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_scratch)(const fmha_problem *, int) noexcept nogil
+        ptrdiff_t (*gradient_kept)(const fmha_problem *) noexcept nogil
         ptrdiff_t (*tiles_size)(ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t,
                           void *) noexcept nogil

@@ -515,10 +515,10 @@ static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, REAL *memory, FM
     *grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
     *taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     *finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
-    return used;
+    return ROUND_UP(used, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL));
 }
 
-static ptrdiff_t FMHA_NAME(backward_shared)(const fmha_problem *p)
+static ptrdiff_t FMHA_NAME(backward_kept)(const fmha_problem *p)
 {
     FMHA_NAME(packed) unused;
     REAL *unused_sums;
@@ -773,7 +773,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
 #endif
     if (mode != FMHA_WHOLE) {
         const ptrdiff_t head = item.b * p->Hkv + item.h - run->cut.first;
-        FMHA_NAME(split_layout)(p, (REAL *)run->kept + head * FMHA_NAME(backward_shared)(p), &x.packed, &x.grad_q, &x.taken, &x.finite);
+        FMHA_NAME(split_layout)(p, (REAL *)run->kept + head * FMHA_NAME(backward_kept)(p), &x.packed, &x.grad_q, &x.taken, &x.finite);
     }
     if (mode == FMHA_RESULTS) {
         FMHA_NAME(write_blocks)(&x);

@@ -134,7 +134,7 @@ typedef struct {
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
-    char *kept;                 /* what the items of heads that backward splits share, backward_shared elements of each, on a cache line */
+    char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
     char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
     char *shared;               /* operands packed for matrix tiles, on a cache line */
 } fmha_run;
@@ -199,7 +199,7 @@ typedef struct {
     ptrdiff_t (*merge_scratch)(const fmha_problem *p);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
-    ptrdiff_t (*backward_shared)(const fmha_problem *p);     /* elements of a head that is split */
+    ptrdiff_t (*backward_kept)(const fmha_problem *p);     /* elements of a head that is split */
     /* The gradient of the additive mask, from the row states that either backward has left. */
     void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
@@ -217,6 +217,7 @@ typedef struct {
     ptrdiff_t (*gradient_shared)(const fmha_problem *p);
     void (*matrix_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode);
+    ptrdiff_t (*gradient_kept)(const fmha_problem *p);       /* as backward_kept */
 
     /* Products of matrices on tiles: elements of a packed operand's part, packing some of its rows or columns, a slice of the result. */
     ptrdiff_t (*tiles_size)(ptrdiff_t outer, ptrdiff_t terms);

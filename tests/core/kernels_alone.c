@@ -250,7 +250,8 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
         fmha_pool_run(kernels->gradient_pack_rows, run, fmha_items(&run->cut), threads);
     }
     const int modes[] = {FMHA_WHOLE, FMHA_PREPARE, way == BACKWARD_TURNS ? FMHA_TURNS : FMHA_PARTS, FMHA_RESULTS};
-    run->kept = memory((size_t)(run->p.B * run->p.Hkv * kernels->backward_shared(&run->p) * t->real));
+    const ptrdiff_t kept = (t->parts ? kernels->gradient_kept : kernels->backward_kept)(&run->p);
+    run->kept = memory((size_t)(run->p.B * run->p.Hkv * kept * t->real));
     for (int m = way == BACKWARD ? 0 : 1; m < (way == BACKWARD ? 1 : 4); m++) {
         run->mode = modes[m];
         run->cut = fmha_backward_cut(&run->p, run->mode, way == BACKWARD ? PTRDIFF_MAX : 0);
