@@ -74,6 +74,6 @@ def test_kernels_on_aarch64_fuse_and_agree_with_plain_loops_whatever_the_threads
     assert ran.returncode == 0, "\n".join(line for line in ran.stdout.splitlines() if not line.startswith("ok")) + ran.stderr
     assert ran.stdout.endswith("\n0 wrong\n")
     for kind in ("float32", "float64", "float16", "bfloat16", "bfloat16 on tiles", "float32 on tiles, two parts"):
-        assert f"ok    {kind} backward, split, grad_v, Lq 70" in ran.stdout
+        assert f"ok    {kind} backward, turns, grad_v, Lq 70" in ran.stdout
     for kind in ("float32", "float64"):
         assert f"ok    {kind} products are fused as FMHA_BASELINE_FUSES says: 1 of 1" in ran.stdout
