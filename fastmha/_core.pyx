@@ -19,8 +19,8 @@ from fastmha._kernels cimport (
     FMHA_SAME, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
     fmha_backward_cut, fmha_backward_items, fmha_backward_split,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
-    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_runs, fmha_cut, fmha_decode_cut,
-    fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
+    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_busy, fmha_by_runs, fmha_cut,
+    fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
     fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
     fmha_matrices_cut, fmha_norm, fmha_ordered_cut, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
@@ -993,12 +993,17 @@ cdef int run_by_keys(fmha_run *c, Problem problem, ptrdiff_t blocks, int threads
 
 cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t items, ptrdiff_t size, int threads) except -1:
     cdef fmha_cut rows = c.cut
-    cdef Scratch shared = Scratch(kernels.matrix_shared(&c.p), 1)
-    cdef Scratch scratch = scratch_for(kernels.matrix_scratch(&c.p, c.weights != NULL) * size, items, threads)
-    c.shared, c.scratch, c.scratch_size = shared.start, scratch.start, scratch.size
-    c.cut = kernels.matrix_cut(&c.p)
+    cdef ptrdiff_t heads = c.p.B * c.p.Hkv
+    cdef bint by_heads = fmha_busy(heads, threads)
+    cdef ptrdiff_t own = kernels.matrix_scratch(&c.p, by_heads, c.weights != NULL) * size
+    cdef Scratch scratch = scratch_for(own, heads if by_heads else items, threads)
+    cdef Scratch shared = Scratch(0 if by_heads else heads * kernels.matrix_bytes(&c.p), 1)
+    c.scratch, c.scratch_size, c.shared, c.first_shared = scratch.start, scratch.size, shared.start, 0
+    c.cut = kernels.matrix_cut(&c.p, 0)
     with nogil:
-        if fmha_pool_run(kernels.matrix_pack, c, fmha_items(&c.cut), threads):
+        if by_heads:
+            fmha_pool_run(kernels.matrix_head, c, heads, scratch.threads)
+        elif fmha_pool_run(kernels.matrix_pack, c, fmha_items(&c.cut), threads):
             c.cut = rows
             fmha_pool_run(kernels.matrix_forward, c, items, scratch.threads)
     return finish()
@@ -1045,17 +1050,18 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, str wanted, int thread
         whole = c.p.B * c.p.Hkv if split == FMHA_WHOLE else 0
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
-    if whole < c.p.B * c.p.Hkv:
+    cdef ptrdiff_t split_heads = c.p.B * c.p.Hkv - whole
+    if split_heads > 0:
         own = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&c.p) * size
-        kept = Scratch((c.p.B * c.p.Hkv - whole) * own, 1)
+        kept = Scratch(split_heads * own, 1)
         c.kept = kept.start
-    if on_tiles:
-        shared = Scratch(kernels.gradient_shared(&c.p), 1)
-        c.shared = shared.start
-        c.cut = kernels.matrix_cut(&c.p)
+    if split_heads > 0 and on_tiles:
+        shared = Scratch(split_heads * kernels.gradient_bytes(&c.p), 1)
+        c.shared, c.first_shared = shared.start, whole
+        c.cut = kernels.matrix_cut(&c.p, whole)
         with nogil:
             if fmha_pool_run(kernels.gradient_pack_keys, c, fmha_items(&c.cut), threads):
-                c.cut = fmha_forward_cut(&c.p)
+                c.cut = fmha_backward_cut(&c.p, FMHA_PREPARE, whole)
                 fmha_pool_run(kernels.gradient_pack_rows, c, fmha_items(&c.cut), threads)
         finish()
     passes = (FMHA_WHOLE, FMHA_PREPARE, split, FMHA_RESULTS)
@@ -1101,19 +1107,23 @@ def tile_sizes():
 def tiled_scratch(Problem problem, bint backward, int threads):
     """Bytes of scratch of the tiled algorithm: of one of so many threads, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t whole = 0, split_heads
+    cdef ptrdiff_t whole = 0, split_heads, heads = problem.c.B * problem.c.Hkv
+    cdef bint by_heads
     fmha_backward_split(&problem.c, threads, &whole)
     cdef int mode = FMHA_WHOLE if whole else FMHA_TURNS
-    split_heads = (problem.c.B * problem.c.Hkv - whole) * problem.itemsize
+    split_heads = heads - whole
     if problem.c.Hkv == 0:
         return 0, 0
     if problem.c.parts > 0 and kernels.matrix_forward != NULL:
         if backward:
             return (kernels.gradient_scratch(&problem.c, mode) * problem.itemsize,
-                    kernels.gradient_shared(&problem.c) + split_heads * kernels.gradient_kept(&problem.c))
-        return kernels.matrix_scratch(&problem.c, False) * problem.itemsize, kernels.matrix_shared(&problem.c)
+                    split_heads * (kernels.gradient_bytes(&problem.c) + problem.itemsize * kernels.gradient_kept(&problem.c)))
+        by_heads = fmha_busy(heads, threads)
+        return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,
+                0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     if backward:
-        return kernels.backward_scratch(&problem.c, mode) * problem.itemsize, split_heads * kernels.backward_kept(&problem.c)
+        return (kernels.backward_scratch(&problem.c, mode) * problem.itemsize,
+                split_heads * kernels.backward_kept(&problem.c) * problem.itemsize)
     cdef fmha_cut runs = fmha_runs_cut(&problem.c)
     cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize

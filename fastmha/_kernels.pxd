@@ -59,6 +59,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *kept
         char *chunks
         char *shared
+        ptrdiff_t first_shared
 
     ctypedef struct fmha_finish:
         const char *bias
@@ -122,14 +123,15 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*backward_kept)(const fmha_problem *) noexcept nogil
         void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
+        void (*matrix_head)(void *, ptrdiff_t, int) noexcept nogil
         void (*matrix_pack)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*matrix_shared)(const fmha_problem *) noexcept nogil
-        fmha_cut (*matrix_cut)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*matrix_bytes)(const fmha_problem *) noexcept nogil
+        fmha_cut (*matrix_cut)(const fmha_problem *, ptrdiff_t) noexcept nogil
         void (*matrix_forward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*matrix_scratch)(const fmha_problem *, int) noexcept nogil
+        ptrdiff_t (*matrix_scratch)(const fmha_problem *, int, int) noexcept nogil
         void (*gradient_pack_keys)(void *, ptrdiff_t, int) noexcept nogil
         void (*gradient_pack_rows)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*gradient_shared)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*gradient_bytes)(const fmha_problem *) noexcept nogil
         void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_scratch)(const fmha_problem *, int) noexcept nogil
         ptrdiff_t (*gradient_kept)(const fmha_problem *) noexcept nogil
@@ -176,6 +178,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_decode_cut(const fmha_problem *)
     fmha_cut fmha_ordered_cut(const fmha_problem *, int threads)
     fmha_cut fmha_runs_cut(const fmha_problem *)
+    bint fmha_busy(ptrdiff_t items, int threads)
     bint fmha_by_runs(const fmha_problem *, int threads)
     fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)
     fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)

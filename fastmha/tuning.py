@@ -74,7 +74,7 @@ _FUSED = Tuning(
     # "tiled" leaves empty
     decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024)),
     # backward and two parts prepare more before the first product
-    one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(192, 192),
+    one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
     product_tiles=TILE,     # a whole tile is enough
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,

@@ -759,6 +759,16 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         .wants_q = mode != FMHA_KEYS,
     };
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+#if FMHA_TILES
+    fmha_run own;
+    if (matrix && mode == FMHA_WHOLE) {
+        own = FMHA_NAME(run_of_head)(run, item.b * p->Hkv + item.h, (char *)scratch);
+        FMHA_NAME(each_of_head)(&own, FMHA_NAME(matrix_cut)(p, 0), FMHA_NAME(gradient_pack_keys), worker);
+        FMHA_NAME(each_of_head)(&own, fmha_forward_cut(p), FMHA_NAME(gradient_pack_rows), worker);
+        scratch += FMHA_NAME(gradient_bytes)(p) / (ptrdiff_t)sizeof(REAL);
+        x.w.run = &own;
+    }
+#endif
     ptrdiff_t used = FMHA_NAME(backward_layout)(p, mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0, scratch, &x.w.m);
     FMHA_NAME(begin_item)(p);
     x.packed = x.w.m.packed;

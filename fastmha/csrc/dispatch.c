@@ -22,14 +22,15 @@ static const fmha_kernels *with_tiles(const char *name, const fmha_kernels *vect
 {
     fmha_kernels all = *vectors;
     all.name = name;
+    all.matrix_head = tiles->matrix_head;
     all.matrix_pack = tiles->matrix_pack;
-    all.matrix_shared = tiles->matrix_shared;
+    all.matrix_bytes = tiles->matrix_bytes;
     all.matrix_cut = tiles->matrix_cut;
     all.matrix_forward = tiles->matrix_forward;
     all.matrix_scratch = tiles->matrix_scratch;
     all.gradient_pack_keys = tiles->gradient_pack_keys;
     all.gradient_pack_rows = tiles->gradient_pack_rows;
-    all.gradient_shared = tiles->gradient_shared;
+    all.gradient_bytes = tiles->gradient_bytes;
     all.matrix_backward = tiles->matrix_backward;
     all.gradient_scratch = tiles->gradient_scratch;
     all.gradient_kept = tiles->gradient_kept;

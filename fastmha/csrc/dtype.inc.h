@@ -22,14 +22,15 @@
 #if FMHA_TILES
 /* All else is another table's. */
 const fmha_kernels FMHA_NAME(tile_kernels) = {
+    .matrix_head = FMHA_NAME(matrix_head),
     .matrix_pack = FMHA_NAME(matrix_pack),
-    .matrix_shared = FMHA_NAME(matrix_shared),
+    .matrix_bytes = FMHA_NAME(matrix_bytes),
     .matrix_cut = FMHA_NAME(matrix_cut),
     .matrix_forward = FMHA_NAME(matrix_forward),
     .matrix_scratch = FMHA_NAME(matrix_scratch),
     .gradient_pack_keys = FMHA_NAME(gradient_pack_keys),
     .gradient_pack_rows = FMHA_NAME(gradient_pack_rows),
-    .gradient_shared = FMHA_NAME(gradient_shared),
+    .gradient_bytes = FMHA_NAME(gradient_bytes),
     .matrix_backward = FMHA_NAME(matrix_backward),
     .gradient_scratch = FMHA_NAME(gradient_scratch),
     .gradient_kept = FMHA_NAME(backward_kept),

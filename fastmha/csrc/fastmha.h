@@ -136,7 +136,8 @@ typedef struct {
     ptrdiff_t scratch_size;     /* bytes of one thread */
     char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
     char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
-    char *shared;               /* operands packed for matrix tiles, on a cache line */
+    char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
+    ptrdiff_t first_shared;
 } fmha_run;
 
 typedef struct {
@@ -204,17 +205,19 @@ typedef struct {
     void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
 
-    /* The same on matrix tiles, with float32 sums; NULL without them. A pass that packs keys and values, items as matrix_cut has
-     * them, into matrix_shared bytes; then blocks of rows as for tiled_forward. */
+    /* The same on matrix tiles, with float32 sums; NULL without them. Items are heads; or a pass packs keys and values, items as
+     * matrix_cut has them, into matrix_bytes bytes a head, and then come blocks of rows as for tiled_forward. */
+    void (*matrix_head)(void *context, ptrdiff_t item, int worker);
     void (*matrix_pack)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*matrix_shared)(const fmha_problem *p);
-    fmha_cut (*matrix_cut)(const fmha_problem *p);
+    ptrdiff_t (*matrix_bytes)(const fmha_problem *p);
+    fmha_cut (*matrix_cut)(const fmha_problem *p, ptrdiff_t first);
     void (*matrix_forward)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*matrix_scratch)(const fmha_problem *p, int weights);
-    /* Backward: keys and values, then blocks of rows are packed, into gradient_shared bytes. */
+    ptrdiff_t (*matrix_scratch)(const fmha_problem *p, int heads, int weights);
+    /* Backward: of heads that are split keys and values, then blocks of rows are packed, into gradient_bytes bytes a head; a whole
+     * head packs its own. */
     void (*gradient_pack_keys)(void *context, ptrdiff_t item, int worker);
     void (*gradient_pack_rows)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*gradient_shared)(const fmha_problem *p);
+    ptrdiff_t (*gradient_bytes)(const fmha_problem *p);
     void (*matrix_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode);
     ptrdiff_t (*gradient_kept)(const fmha_problem *p);       /* as backward_kept */
@@ -346,16 +349,22 @@ static inline fmha_cut fmha_runs_cut(const fmha_problem *p)
     return cut;
 }
 
-/* Whether so many threads are kept busier by runs of keys: where blocks are few, unless, all of one cost, they keep nine threads of
- * ten busy. What runs leave takes memory. */
+/* Whether so many items, all of one cost, keep nine of ten threads busy. */
+static inline int fmha_busy(ptrdiff_t items, int threads)
+{
+    return 10 * items >= 9 * ((items + threads - 1) / threads) * threads;
+}
+
+/* Whether so many threads are kept busier by runs of keys: where blocks are few, unless they keep threads busy.
+ * What runs leave takes memory. */
 #define FMHA_MANY_BLOCKS 8      /* for each thread */
 static inline int fmha_by_runs(const fmha_problem *p, int threads)
 {
     const fmha_cut cut = fmha_forward_cut(p);
-    const ptrdiff_t blocks = fmha_items(&cut), rounds = (blocks + threads - 1) / threads;
+    const ptrdiff_t blocks = fmha_items(&cut);
     if (threads == 1 || p->Lk <= FMHA_RUN_KEYS || blocks >= FMHA_MANY_BLOCKS * threads) return 0;
     if (p->banded) return threads <= FMHA_FEW_THREADS || blocks < 3 * threads;      /* else the order of the blocks is enough */
-    return 10 * blocks < 9 * rounds * threads;
+    return !fmha_busy(blocks, threads);
 }
 
 /* The first `whole` heads are items of FMHA_WHOLE; the others are split. */

@@ -304,7 +304,9 @@ static inline __attribute__((always_inline)) int FMHA_NAME(pack_as)(const int ty
             for (int r = 0; r < (over_rows ? 2 : 1) * TILE_ROWS; r++) {
                 FMHA_NAME(source_row)(type, parts, x, i + r, d, row[r]);
                 largest = r_sizes(largest, row[r][0]);
+                for (int p = 0; way == FMHA_NAME(first) && p < parts; p++) r_store(at + p * plane + r * TILE_TERMS, row[r][p]);
             }
+            if (way == FMHA_NAME(first)) continue;
 #pragma GCC unroll 2
             for (int p = 0; p < parts; p++, at += plane) {
                 const int halves = !over_rows ? 1 : x->width - d > TILE_ROWS ? 2 : 1;
@@ -344,6 +346,14 @@ typedef struct {
     ptrdiff_t step, plane;
     int parts;
 } FMHA_NAME(operand);
+
+/* The operand from tile (i, k) of outer and sum on. */
+static inline FMHA_NAME(operand) FMHA_NAME(operand_at)(const FMHA_NAME(operand) *x, ptrdiff_t i, ptrdiff_t k)
+{
+    FMHA_NAME(operand) part = *x;
+    part.tiles += (i * x->step + k) * TILE_SIZE;
+    return part;
+}
 
 /* x of an element type into the operand's memory. Returns whether some number is not finite or as large as LARGE_PART. */
 static int FMHA_NAME(pack_operand)(int way, int type, const FMHA_NAME(source) *x, const FMHA_NAME(operand) *to)

@@ -2,7 +2,7 @@
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = v @ dO^T, dS^T = P^T (dP^T - delta). P^T and dS^T are made in float32 and leave as
  * operands: as first ones of dV and dK, whose sums run over queries, and dS^T as second one of dQ^T, whose sum runs over keys. Keys and
- * values are packed in one pass, q and grad_out in another, which also finds the rows that are left to backward.inc.h: those odd as in
+ * values are packed first, then q and grad_out, of heads that are split in passes of their own; that of rows also finds the rows that are left to backward.inc.h: those odd as in
  * matrix_forward.inc.h, by grad_out and lse too, and those whose |lse| is so large that their own sums are taken. In tiles they count
  * as zeros. */
 
@@ -62,31 +62,34 @@ static ptrdiff_t FMHA_NAME(gradient_rows_layout)(const fmha_problem *p, char *me
 static ptrdiff_t FMHA_NAME(chunks_size)(const fmha_problem *p)
 {
     FMHA_NAME(gradient_chunk) unused;
-    return p->B * p->Hkv * FMHA_NAME(matrix_chunks)(p) * FMHA_NAME(gradient_chunk_layout)(p, NULL, &unused);
+    return FMHA_NAME(matrix_chunks)(p) * FMHA_NAME(gradient_chunk_layout)(p, NULL, &unused);
 }
 
-/* Bytes of the chunks and the blocks of all heads. */
-static ptrdiff_t FMHA_NAME(gradient_shared)(const fmha_problem *p)
+/* Bytes of the chunks of a head, and of its blocks behind them. */
+static ptrdiff_t FMHA_NAME(gradient_bytes)(const fmha_problem *p)
 {
     FMHA_NAME(gradient_rows) unused;
-    const fmha_cut blocks = fmha_forward_cut(p);
-    return FMHA_NAME(chunks_size)(p) + fmha_items(&blocks) * FMHA_NAME(gradient_rows_layout)(p, NULL, &unused);
+    return FMHA_NAME(chunks_size)(p) + fmha_parts(fmha_heads_cut(p).rows, BLOCK_ROWS) * FMHA_NAME(gradient_rows_layout)(p, NULL, &unused);
+}
+
+static char *FMHA_NAME(gradient_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv)
+{
+    return run->shared + (b * run->p.Hkv + hkv - run->first_shared) * FMHA_NAME(gradient_bytes)(&run->p);
 }
 
 static void FMHA_NAME(gradient_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t n, FMHA_NAME(gradient_chunk) *to)
 {
     const fmha_problem *p = &run->p;
     FMHA_NAME(gradient_chunk) unused;
-    ptrdiff_t at = (b * p->Hkv + hkv) * FMHA_NAME(matrix_chunks)(p) + n;
-    FMHA_NAME(gradient_chunk_layout)(p, run->shared + at * FMHA_NAME(gradient_chunk_layout)(p, NULL, &unused), to);
+    FMHA_NAME(gradient_chunk_layout)(p, FMHA_NAME(gradient_head)(run, b, hkv) + n * FMHA_NAME(gradient_chunk_layout)(p, NULL, &unused), to);
 }
 
 static void FMHA_NAME(gradient_rows_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, FMHA_NAME(gradient_rows) *to)
 {
     const fmha_problem *p = &run->p;
     FMHA_NAME(gradient_rows) unused;
-    ptrdiff_t at = (b * p->Hkv + hkv) * fmha_parts(fmha_heads_cut(p).rows, BLOCK_ROWS) + first / BLOCK_ROWS;
-    FMHA_NAME(gradient_rows_layout)(p, run->shared + FMHA_NAME(chunks_size)(p) + at * FMHA_NAME(gradient_rows_layout)(p, NULL, &unused), to);
+    const ptrdiff_t at = FMHA_NAME(chunks_size)(p) + first / BLOCK_ROWS * FMHA_NAME(gradient_rows_layout)(p, NULL, &unused);
+    FMHA_NAME(gradient_rows_layout)(p, FMHA_NAME(gradient_head)(run, b, hkv) + at, to);
 }
 
 /* Item: a chunk of keys of a head is packed. */
@@ -182,17 +185,19 @@ static ptrdiff_t FMHA_NAME(gradient_layout)(const fmha_problem *p, int mode, REA
     return used;
 }
 
+/* Of a whole head, its operands come first. */
 static ptrdiff_t FMHA_NAME(gradient_scratch)(const fmha_problem *p, int mode)
 {
     FMHA_NAME(gradient_memory) unused;
-    return FMHA_NAME(backward_scratch)(p, mode) + LANES + FMHA_NAME(gradient_layout)(p, mode, NULL, &unused);
+    const ptrdiff_t operands = mode == FMHA_WHOLE ? FMHA_NAME(gradient_bytes)(p) / (ptrdiff_t)sizeof(REAL) : 0;
+    return operands + FMHA_NAME(backward_scratch)(p, mode) + LANES + FMHA_NAME(gradient_layout)(p, mode, NULL, &unused);
 }
 
-/* Scores and grad_weights (keys, queries), of two vectors of queries or one, -> P^T and dS^T as operands; keys in pairs. slope: of the
- * softcap, kept: what dropout has drawn, or NULL. */
+/* Scores and grad_weights (keys, queries), of two vectors of queries or one and keys [low, high), -> P^T and dS^T as operands; keys in
+ * pairs. slope: of the softcap, kept: what dropout has drawn, or NULL. */
 static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of)(
-    const int parts, const int vectors, const int natural, const int plain, ptrdiff_t keys, ptrdiff_t queries, REAL factor, const REAL *s,
-    const REAL *g, const REAL *slope, const REAL *kept, const REAL *shifts, const REAL *deltas, ptrdiff_t v, const FMHA_NAME(gradient_memory) *m)
+    const int parts, const int vectors, const int natural, const int plain, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor,
+    const REAL *s, const REAL *g, const REAL *slope, const REAL *kept, const REAL *shifts, const REAL *deltas, ptrdiff_t v, const FMHA_NAME(gradient_memory) *m)
 {
     const int n = 2 * vectors;
     VEC shift[2], delta[2], zero = v_splat(0), factors = v_splat(factor);
@@ -202,7 +207,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of
         delta[i] = v_load(deltas + (v + i) * LANES);
     }
     uint16_t *first_p = (uint16_t *)m->weights.tiles, *first_d = (uint16_t *)m->grad_scores.tiles, *second_d = (uint16_t *)m->grad_scores_down.tiles;
-    for (ptrdiff_t k = 0; k < keys; k += 2) {
+    for (ptrdiff_t k = low; k < high; k += 2) {
         VEC p[4], d[4];             /* of key k, then of the next one */
         EACH(i) {
             const ptrdiff_t at = (k + i / vectors) * queries + (v + i % vectors) * LANES;
@@ -231,13 +236,18 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of
     }
 }
 
-static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_problem *p, ptrdiff_t keys, ptrdiff_t queries, REAL factor, int natural,
+/* The keys that each 32 queries of a block attend, by tiles of terms. */
+typedef struct {
+    ptrdiff_t low[BLOCK_ROWS / TILE_TERMS], high[BLOCK_ROWS / TILE_TERMS];
+} FMHA_NAME(spans);
+
+static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_problem *p, const FMHA_NAME(spans) *keys, ptrdiff_t queries, REAL factor, int natural,
     const REAL *s, const REAL *g, const REAL *slope, const REAL *kept, const FMHA_NAME(gradient_rows) *rows, const FMHA_NAME(gradient_memory) *m)
 {
     for (ptrdiff_t v = 0; v * LANES < queries; v += 2) {
         const int two = (v + 1) * LANES < queries, plain = !natural && !slope && !kept;
 #define OPERANDS(parts, vectors, natural, plain) \
-    FMHA_NAME(gradient_operands_of)(parts, vectors, natural, plain, keys, queries, factor, s, g, slope, kept, rows->shift, rows->delta, v, m)
+    FMHA_NAME(gradient_operands_of)(parts, vectors, natural, plain, keys->low[v / 2], keys->high[v / 2], queries, factor, s, g, slope, kept, rows->shift, rows->delta, v, m)
 #define OF_PARTS(parts) \
     if (two && plain) OPERANDS(parts, 2, 0, 1); \
     else if (two && natural) OPERANDS(parts, 2, 1, 0); \
@@ -247,6 +257,29 @@ static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_pr
         if (p->parts == 1) { OF_PARTS(1); } else { OF_PARTS(2); }
 #undef OF_PARTS
 #undef OPERANDS
+    }
+}
+
+/* sums (keys, width) <- sums + x (keys, queries) @ y (queries, width) of the keys that some of the queries attend, `whole` of them, and
+ * of these queries. */
+static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t depth, ptrdiff_t whole, ptrdiff_t width, const FMHA_NAME(operand) *x,
+                                   const FMHA_NAME(operand) *y, REAL *sums)
+{
+    for (ptrdiff_t k = 0, end, first = 0, last = 0; k < whole; k = end) {
+        for (end = k; end < whole; end += TILE_TERMS) {
+            ptrdiff_t from = depth, to = 0;
+            for (ptrdiff_t t = 0; t < depth; t++)
+                if (keys->low[t] <= end && end < keys->high[t]) {
+                    if (t < from) from = t;
+                    to = t + 1;
+                }
+            if (end > k && (from != first || to != last)) break;
+            first = from;
+            last = to;
+        }
+        if (first >= last) continue;
+        const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(x, k / TILE_ROWS, first), b = FMHA_NAME(operand_at)(y, 0, first);
+        FMHA_NAME(tile_product)(1, (end - k) / TILE_ROWS, width / TILE_ROWS, last - first, &a, &b, sums + k * width, width);
     }
 }
 
@@ -263,33 +296,48 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
     REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL, *kept = p->dropout.factor != 0 ? w->kept : NULL;
     int touched = FMHA_NAME(touched)(p, block, j + skip, n);
     if (touched && FMHA_NAME(tile_removed)(p, block, j + skip, n)) return;
-    FMHA_NAME(operand) keys = chunk->keys, values = chunk->values, across = chunk->keys_across;
-    keys.tiles += skip / TILE_ROWS * keys.step * TILE_SIZE;
-    values.tiles += skip / TILE_ROWS * values.step * TILE_SIZE;
-    across.tiles += skip / TILE_TERMS * TILE_SIZE;
-    /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
-    FMHA_NAME(tile_product)(0, whole / TILE_ROWS, columns, keys.step, &keys, &rows->q, s, queries);
-    /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
-    FMHA_NAME(tile_product)(0, whole / TILE_ROWS, columns, values.step, &values, &rows->grad_out, g, queries);
+    const int banded = FMHA_NAME(set_spans)(block, j + skip, n, KEY_STEP) || n < whole;
+    FMHA_NAME(spans) attended;
+    for (ptrdiff_t t = 0; t < depth; t++) {
+        attended.low[t] = 0;
+        attended.high[t] = whole;
+        if (banded) FMHA_NAME(span_of_two)(block, 2 * t, &attended.low[t], &attended.high[t]);
+    }
+    /* Without a band all queries at once. */
+    const ptrdiff_t times = banded ? depth : 1;
+    for (ptrdiff_t t = 0; t < times; t++) {
+        const ptrdiff_t from = skip + attended.low[t], many = (attended.high[t] - attended.low[t]) / TILE_ROWS, wide = banded ? TWO_GROUPS(queries, 2 * t) : columns;
+        const ptrdiff_t at = attended.low[t] * queries + t * TILE_TERMS;
+        const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&chunk->keys, from / TILE_ROWS, 0), q = FMHA_NAME(operand_at)(&rows->q, 2 * t, 0);
+        const FMHA_NAME(operand) values = FMHA_NAME(operand_at)(&chunk->values, from / TILE_ROWS, 0), grad_out = FMHA_NAME(operand_at)(&rows->grad_out, 2 * t, 0);
+        /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
+        FMHA_NAME(tile_product)(0, many, wide, keys.step, &keys, &q, s + at, queries);
+        /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
+        FMHA_NAME(tile_product)(0, many, wide, values.step, &values, &grad_out, g + at, queries);
+    }
     for (ptrdiff_t e = 0; natural && e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
-    int banded = FMHA_NAME(set_spans)(block, j + skip, n, KEY_STEP);
     if (kept) FMHA_NAME(drop_tile)(p, block, j + skip, g, kept);
     if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j + skip, s, slope);
-    for (ptrdiff_t v = 0; (banded || n < whole) && v < columns; v++)
-        for (ptrdiff_t k = 0; k < whole; k++)
+    for (ptrdiff_t v = 0; banded && v < columns; v++)
+        for (ptrdiff_t k = attended.low[v / 2]; k < attended.high[v / 2]; k++)
             if (k < block->low[v] || k >= block->high[v]) {
                 v_store(s + k * queries + v * LANES, v_splat(NEGATIVE_INFINITY));
                 if (slope) v_store(slope + k * queries + v * LANES, v_splat(0));
                 if (kept) v_store(kept + k * queries + v * LANES, v_splat(0));
             }
-    FMHA_NAME(gradient_operands)(p, whole, queries, (REAL)(natural ? LOG2_E : p->scale * LOG2_E), natural, s, g, slope, kept, rows, m);
+    FMHA_NAME(gradient_operands)(p, &attended, queries, (REAL)(natural ? LOG2_E : p->scale * LOG2_E), natural, s, g, slope, kept, rows, m);
     if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + P^T (keys, queries) @ grad_out (queries, Dv) */
-        FMHA_NAME(tile_product)(1, whole / TILE_ROWS, value_width / TILE_ROWS, depth, &m->weights, &rows->grad_out_down, grad_v + skip * value_width, value_width);
+        FMHA_NAME(add_by_keys)(&attended, depth, whole, value_width, &m->weights, &rows->grad_out_down, grad_v + skip * value_width);
         /* grad_k (keys, D) <- grad_k + dS^T (keys, queries) @ q (queries, D) */
-        FMHA_NAME(tile_product)(1, whole / TILE_ROWS, width / TILE_ROWS, depth, &m->grad_scores, &rows->q_down, grad_k + skip * width, width);
+        FMHA_NAME(add_by_keys)(&attended, depth, whole, width, &m->grad_scores, &rows->q_down, grad_k + skip * width);
     }
     /* grad_q^T (D, queries) <- grad_q^T + k^T (D, keys) @ dS^T (keys, queries) */
-    if (grad_q && FMHA_NAME(wait_for)(turn)) FMHA_NAME(tile_product)(1, width / TILE_ROWS, columns, whole / TILE_TERMS, &across, &m->grad_scores_down, grad_q, queries);
+    if (!grad_q || !FMHA_NAME(wait_for)(turn)) return;
+    for (ptrdiff_t t = 0; t < times; t++) {
+        const ptrdiff_t low = attended.low[t] / TILE_TERMS, terms = attended.high[t] / TILE_TERMS - low, wide = banded ? TWO_GROUPS(queries, 2 * t) : columns;
+        const FMHA_NAME(operand) across = FMHA_NAME(operand_at)(&chunk->keys_across, 0, skip / TILE_TERMS + low), down = FMHA_NAME(operand_at)(&m->grad_scores_down, 2 * t, low);
+        FMHA_NAME(tile_product)(1, width / TILE_ROWS, wide, terms, &across, &down, grad_q + t * TILE_TERMS, queries);
+    }
 }
 
 /* rows (rows, width) <- rows + sums^T (width, queries). */

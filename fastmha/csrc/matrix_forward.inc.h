@@ -1,13 +1,14 @@
 /* The "tiled" algorithm on matrix tiles, forward: as forward.inc.h, with the products of matrix.inc.h and exponentials of base 2.
  *
- * Keys and values are packed in a pass of their own, chunk after chunk of a head's keys, for all blocks of rows: keys as first
- * operand of S^T (keys, queries) <- k @ q^T, values as that of out^T (Dv, queries) <- v^T @ P^T. Scores lie as in block.inc.h, which
+ * Keys and values are packed chunk after chunk of a head's keys, for all blocks of rows, by the item that a head is or, where
+ * blocks of rows are items, in a pass of its own: keys as first operand of S^T (keys, queries) <- k @ q^T, values as that of out^T (Dv, queries) <- v^T @ P^T. Scores lie as in block.inc.h, which
  * masks them; the softmax leaves P^T as second operand.
  *
  * What tiles cannot do is done by forward.inc.h, row by row: rows whose queries, or one of whose keys or values, are not finite or
  * beyond LARGE_PART, rows whose scores or sums are, and rows so small that subnormal numbers count. What is such counts as zeros in
  * the tiles: nothing of it reaches another row. A row's bits depend on its own numbers, as everywhere. */
 
+#define TWO_GROUPS(queries, g) ((queries) / TILE_ROWS - (g) > 1 ? 2 : 1)     /* of queries, from group g on */
 #define FAR_SCORE POWER(18)     /* in powers of 2: where the steps of such numbers are small still */
 
 /* The keys of a chunk of a head whose keys are shorter than one. */
@@ -48,11 +49,11 @@ static ptrdiff_t FMHA_NAME(matrix_chunks)(const fmha_problem *p)
     return p->Lk == 0 ? 0 : (p->Lk + FMHA_NAME(matrix_keys)(p) - 1) / FMHA_NAME(matrix_keys)(p);
 }
 
-/* Bytes of the chunks of all heads. */
-static ptrdiff_t FMHA_NAME(matrix_shared)(const fmha_problem *p)
+/* Bytes of the chunks of a head. */
+static ptrdiff_t FMHA_NAME(matrix_bytes)(const fmha_problem *p)
 {
     FMHA_NAME(matrix_chunk) unused;
-    return p->B * p->Hkv * FMHA_NAME(matrix_chunks)(p) * FMHA_NAME(shared_layout)(p, NULL, &unused);
+    return FMHA_NAME(matrix_chunks)(p) * FMHA_NAME(shared_layout)(p, NULL, &unused);
 }
 
 /* Chunk n of head (b, hkv). */
@@ -60,13 +61,14 @@ static void FMHA_NAME(chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv,
 {
     const fmha_problem *p = &run->p;
     FMHA_NAME(matrix_chunk) unused;
-    ptrdiff_t at = (b * p->Hkv + hkv) * FMHA_NAME(matrix_chunks)(p) + n;
+    ptrdiff_t at = (b * p->Hkv + hkv - run->first_shared) * FMHA_NAME(matrix_chunks)(p) + n;
     FMHA_NAME(shared_layout)(p, run->shared + at * FMHA_NAME(shared_layout)(p, NULL, &unused), to);
 }
 
-static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p)
+static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p, ptrdiff_t first)
 {
     fmha_cut cut = fmha_heads_cut(p);
+    cut.first = first;
     cut.col_step = MATRIX_KEYS;
     return cut;
 }
@@ -121,11 +123,12 @@ static ptrdiff_t FMHA_NAME(matrix_layout)(const fmha_problem *p, REAL *memory, F
     return used;
 }
 
-/* Behind it, that of forward.inc.h for the rows that are left to it. */
-static ptrdiff_t FMHA_NAME(matrix_scratch)(const fmha_problem *p, int weights)
+/* Behind it, that of forward.inc.h for the rows that are left to it; with `heads`, before it, a head's operands. */
+static ptrdiff_t FMHA_NAME(matrix_scratch)(const fmha_problem *p, int heads, int weights)
 {
     FMHA_NAME(matrix_memory) unused;
-    return FMHA_NAME(matrix_layout)(p, NULL, &unused) + (weights ? FMHA_NAME(weights_scratch)(p) : FMHA_NAME(forward_scratch)(p));
+    return (heads ? FMHA_NAME(matrix_bytes)(p) / (ptrdiff_t)sizeof(REAL) : 0) + FMHA_NAME(matrix_layout)(p, NULL, &unused)
+           + (weights ? FMHA_NAME(weights_scratch)(p) : FMHA_NAME(forward_scratch)(p));
 }
 
 /* Where the scores are what is masked, and natural logarithms of the weights up to a shift; else they are products of q and k, and
@@ -304,6 +307,18 @@ typedef struct {
     int banded;
 } FMHA_NAME(matrix_part);
 
+/* Keys [*low, *high) of `whole`, by tiles of terms, that the queries of groups g and g + 1 attend. */
+static inline void FMHA_NAME(span_of_two)(const FMHA_NAME(rows) *block, ptrdiff_t g, ptrdiff_t *low, ptrdiff_t *high)
+{
+    ptrdiff_t from = block->low[g], to = block->high[g];
+    if (g + 1 < block->queries / TILE_ROWS && block->low[g + 1] < block->high[g + 1]) {
+        if (from >= to || block->low[g + 1] < from) from = block->low[g + 1];
+        if (block->high[g + 1] > to) to = block->high[g + 1];
+    }
+    *low = from / TILE_TERMS * TILE_TERMS;
+    *high = to > from ? ROUND_UP(to, TILE_TERMS) : *low;
+}
+
 /* part->start says which; returns whether one of the keys is attended, and then there are scores. */
 static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, FMHA_NAME(matrix_part) *part)
 {
@@ -319,14 +334,18 @@ static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block,
     int touched = FMHA_NAME(touched)(p, block, j, n);
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return 0;
     FMHA_NAME(chunk_at)(run, block->b, block->hkv, start / MATRIX_KEYS, &part->chunk);
-    FMHA_NAME(operand) keys = part->chunk.keys;
-    keys.tiles += (j - start) / TILE_ROWS * keys.step * TILE_SIZE;
+    const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&part->chunk.keys, (j - start) / TILE_ROWS, 0);
+    part->banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP) || n < whole;
     /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
-    FMHA_NAME(tile_product)(0, whole / TILE_ROWS, queries / TILE_ROWS, depth, &keys, &m->q, s, queries);
+    if (!part->banded) FMHA_NAME(tile_product)(0, whole / TILE_ROWS, queries / TILE_ROWS, depth, &keys, &m->q, s, queries);
+    for (ptrdiff_t g = 0, low, high; part->banded && g < queries / TILE_ROWS; g += 2) {
+        FMHA_NAME(span_of_two)(block, g, &low, &high);
+        const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&keys, low / TILE_ROWS, 0), b = FMHA_NAME(operand_at)(&m->q, g, 0);
+        FMHA_NAME(tile_product)(0, (high - low) / TILE_ROWS, TWO_GROUPS(queries, g), depth, &a, &b, s + low * queries + g * TILE_ROWS, queries);
+    }
     if (FMHA_NAME(natural_scores)(p))
         for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
     for (ptrdiff_t e = n * queries; e < ROUND_UP(n, 2) * queries; e += LANES) v_store(s + e, v_splat(NEGATIVE_INFINITY));
-    part->banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP) || n < whole;
     if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j, s, NULL);
     return 1;
 }
@@ -351,8 +370,7 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         if (!FMHA_NAME(matrix_scores)(run, block, m, &part)) continue;
         const FMHA_NAME(matrix_chunk) *chunk = &part.chunk;
         if (*chunk->some_odd) odd |= FMHA_NAME(odd_rows)(p, block, part.j, part.n, chunk->odd + (part.j - part.start));
-        FMHA_NAME(operand) values = chunk->values;
-        values.tiles += (part.j - part.start) / TILE_TERMS * TILE_SIZE;
+        const FMHA_NAME(operand) values = FMHA_NAME(operand_at)(&chunk->values, 0, (part.j - part.start) / TILE_TERMS);
         int moved = FMHA_NAME(matrix_softmax)(block, part.banded, natural, kept, part.whole, factor, m);
         if (kept) {
             FMHA_NAME(drop_tile)(p, block, part.j, s, NULL);
@@ -363,7 +381,12 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
         for (ptrdiff_t d = 0; begun && moved && d < value_rows * TILE_ROWS; d++)
             for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(out + d * queries + q, v_load(out + d * queries + q) * v_load(m->shrink + q));
-        FMHA_NAME(tile_product)(begun, value_rows, groups, part.whole / TILE_TERMS, &values, &m->weights, out, queries);
+        if (!part.banded) FMHA_NAME(tile_product)(begun, value_rows, groups, part.whole / TILE_TERMS, &values, &m->weights, out, queries);
+        for (ptrdiff_t g = 0, low, high; part.banded && g < groups; g += 2) {
+            FMHA_NAME(span_of_two)(block, g, &low, &high);
+            const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&values, 0, low / TILE_TERMS), b = FMHA_NAME(operand_at)(&m->weights, g, low / TILE_TERMS);
+            FMHA_NAME(tile_product)(begun, value_rows, TWO_GROUPS(queries, g), (high - low) / TILE_TERMS, &a, &b, out + g * TILE_ROWS, queries);
+        }
         begun = 1;
     }
     if (!begun) memset(out, 0, (size_t)(value_rows * TILE_ROWS * queries) * sizeof(REAL));
@@ -471,4 +494,33 @@ static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t index, int worker
     odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd);
     if (odd && run->weights) FMHA_NAME(weights_rows)(run, &item, &block, scratch + used, odd);
     else if (odd) FMHA_NAME(forward_rows)(run, &item, &block, scratch + used, odd);
+}
+
+/* A run's own of head n: its operands in the scratch of a thread. */
+static fmha_run FMHA_NAME(run_of_head)(const fmha_run *run, ptrdiff_t n, char *operands)
+{
+    fmha_run own = *run;
+    own.shared = operands;
+    own.first_shared = n;
+    return own;
+}
+
+/* The items of one head of a cut, in their order. */
+static void FMHA_NAME(each_of_head)(fmha_run *run, fmha_cut cut, fmha_task task, int worker)
+{
+    run->cut = cut;
+    run->cut.first = run->first_shared;
+    run->cut.last = run->first_shared + 1;
+    for (ptrdiff_t n = 0; n < fmha_items(&run->cut) && !fmha_pool_stopped(); n++) task(run, n, worker);
+}
+
+/* Item: a head. */
+static void FMHA_NAME(matrix_head)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    char *scratch = (char *)FMHA_NAME(scratch_of)(run, worker);
+    fmha_run own = FMHA_NAME(run_of_head)(run, run->cut.first + index, scratch);
+    own.scratch += FMHA_NAME(matrix_bytes)(&run->p);
+    FMHA_NAME(each_of_head)(&own, FMHA_NAME(matrix_cut)(&run->p, 0), FMHA_NAME(matrix_pack), worker);
+    FMHA_NAME(each_of_head)(&own, fmha_forward_cut(&run->p), FMHA_NAME(matrix_forward), worker);
 }

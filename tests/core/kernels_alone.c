@@ -222,10 +222,14 @@ static void forward(const kind *t, fmha_run *run, int way, int threads)
         run->cut = fmha_heads_cut(&run->p);
         fmha_pool_run(kernels->decode_merge, run, fmha_items(&run->cut), threads);
         free(run->chunks);
+    } else if (t->parts && threads == 1) {      /* heads are items; else chunks, then blocks of rows */
+        give_scratch(run, kernels->matrix_scratch(&run->p, 1, way == TILED_WEIGHTS) * t->real, threads);
+        run->cut = kernels->matrix_cut(&run->p, 0);
+        fmha_pool_run(kernels->matrix_head, run, run->p.B * run->p.Hkv, threads);
     } else if (t->parts) {
-        run->shared = memory((size_t)kernels->matrix_shared(&run->p));
-        give_scratch(run, kernels->matrix_scratch(&run->p, way == TILED_WEIGHTS) * t->real, threads);
-        run->cut = kernels->matrix_cut(&run->p);
+        run->shared = memory((size_t)(run->p.B * run->p.Hkv * kernels->matrix_bytes(&run->p)));
+        give_scratch(run, kernels->matrix_scratch(&run->p, 0, way == TILED_WEIGHTS) * t->real, threads);
+        run->cut = kernels->matrix_cut(&run->p, 0);
         fmha_pool_run(kernels->matrix_pack, run, fmha_items(&run->cut), threads);
         run->cut = rows;
         fmha_pool_run(kernels->matrix_forward, run, fmha_items(&rows), threads);
@@ -242,9 +246,10 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
 {
     const fmha_kernels *kernels = t->kernels;
     run->row_states = memory((size_t)(run->p.B * run->p.H * run->p.Lq * FMHA_ROW_STATE * t->real));
-    if (t->parts) {
-        run->shared = memory((size_t)kernels->gradient_shared(&run->p));
-        run->cut = kernels->matrix_cut(&run->p);
+    const int packed_first = t->parts && way != BACKWARD;
+    if (packed_first) {
+        run->shared = memory((size_t)(run->p.B * run->p.Hkv * kernels->gradient_bytes(&run->p)));
+        run->cut = kernels->matrix_cut(&run->p, 0);
         fmha_pool_run(kernels->gradient_pack_keys, run, fmha_items(&run->cut), threads);
         run->cut = fmha_forward_cut(&run->p);
         fmha_pool_run(kernels->gradient_pack_rows, run, fmha_items(&run->cut), threads);
@@ -260,7 +265,7 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
         fmha_pool_run(task, run, fmha_backward_items(&run->p, &run->cut, run->mode), threads);
         free(run->scratch);
     }
-    if (t->parts) free(run->shared);
+    if (packed_first) free(run->shared);
     free(run->kept);
     free(run->row_states);
 }
