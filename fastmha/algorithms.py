@@ -24,6 +24,7 @@ _HEAD_ROWS = 256                # of a slice of a product that is written by hea
 _SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
 _SINGLE, _DOUBLE = validate.FLOAT_TYPES
 _LINE = 64                      # bytes of a cache line
+_FEW_ROWS, _FEW_COLUMNS = 16, 1024      # of the first operand; of the second's rows
 _TILE_ROWS = 512                # of a slice of a product on matrix tiles: what it reads of the other operand serves as many
 
 
@@ -258,7 +259,9 @@ def own_slices(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """The same by the kernels' own product, whose bits do not: what is copied of a serves as many columns, and of b as many rows,
     as leave every thread some slices and an interrupt within reach."""
     rows = max(1, min(m, 1024, max(256, m // threads // 256 * 256)))
-    parts = 1 if threads == 1 else -(-4 * threads * rows // m) if m else 1
+    parts = 1 if threads == 1 or not m else -(-4 * threads * rows // m)
+    if parts > 1 and m <= _FEW_ROWS:      # b is read from memory as rows of a slice: those that are longer arrive sooner
+        parts = threads * max(1, min(4, n // (_FEW_COLUMNS * threads)))
     columns = min(-(-n // parts), _SLICE_TERMS // (rows * max(1, k)))
     return rows, n if columns >= n > 0 else max(256, -(-columns // _core.PANEL_COLUMNS) * _core.PANEL_COLUMNS)
 

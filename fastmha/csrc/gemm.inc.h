@@ -122,7 +122,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
             REAL *to = c + m * ldc;
             rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
 #define FEW(many, deep) \
-    FMHA_NAME(few_rows)(type, many, deep, k > 0, M > 1 && m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
+    FMHA_NAME(few_rows)(type, many, deep, k > 0, (M > 1 || type != FMHA_SAME) && m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
             case 8: FEW(8, FEW_DEPTH); break;
             case 4: FEW(4, FEW_DEPTH); break;
