@@ -19,7 +19,7 @@ from fastmha._kernels cimport (
     FMHA_SAME, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
     fmha_backward_cut, fmha_backward_items, fmha_backward_split,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
-    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_busy, fmha_by_runs, fmha_cut,
+    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_heads, fmha_by_runs, fmha_cut,
     fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
     fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
@@ -994,7 +994,7 @@ cdef int run_by_keys(fmha_run *c, Problem problem, ptrdiff_t blocks, int threads
 cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t items, ptrdiff_t size, int threads) except -1:
     cdef fmha_cut rows = c.cut
     cdef ptrdiff_t heads = c.p.B * c.p.Hkv
-    cdef bint by_heads = fmha_busy(heads, threads)
+    cdef bint by_heads = fmha_by_heads(&c.p, threads)
     cdef ptrdiff_t own = kernels.matrix_scratch(&c.p, by_heads, c.weights != NULL) * size
     cdef Scratch scratch = scratch_for(own, heads if by_heads else items, threads)
     cdef Scratch shared = Scratch(0 if by_heads else heads * kernels.matrix_bytes(&c.p), 1)
@@ -1118,7 +1118,7 @@ def tiled_scratch(Problem problem, bint backward, int threads):
         if backward:
             return (kernels.gradient_scratch(&problem.c, mode) * problem.itemsize,
                     split_heads * (kernels.gradient_bytes(&problem.c) + problem.itemsize * kernels.gradient_kept(&problem.c)))
-        by_heads = fmha_busy(heads, threads)
+        by_heads = fmha_by_heads(&problem.c, threads)
         return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     if backward:

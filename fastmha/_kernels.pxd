@@ -178,7 +178,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_decode_cut(const fmha_problem *)
     fmha_cut fmha_ordered_cut(const fmha_problem *, int threads)
     fmha_cut fmha_runs_cut(const fmha_problem *)
-    bint fmha_busy(ptrdiff_t items, int threads)
+    bint fmha_by_heads(const fmha_problem *, int threads)
     bint fmha_by_runs(const fmha_problem *, int threads)
     fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)
     fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)

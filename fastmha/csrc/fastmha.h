@@ -355,6 +355,17 @@ static inline int fmha_busy(ptrdiff_t items, int threads)
     return 10 * items >= 9 * ((items + threads - 1) / threads) * threads;
 }
 
+/* Whether forward items on matrix tiles are heads: what a head packs is then near when it is wanted. Of a long head that counts for
+ * little, and threads that are slower than others need items enough. */
+#define FMHA_SHORT_BLOCKS 8
+#define FMHA_MANY_HEADS 4       /* for each thread */
+static inline int fmha_by_heads(const fmha_problem *p, int threads)
+{
+    const ptrdiff_t heads = p->B * p->Hkv;
+    const int many = threads == 1 || heads >= FMHA_MANY_HEADS * threads || fmha_heads_cut(p).rows <= FMHA_SHORT_BLOCKS * FMHA_BLOCK_ROWS;
+    return many && fmha_busy(heads, threads);
+}
+
 /* Whether so many threads are kept busier by runs of keys: where blocks are few, unless they keep threads busy.
  * What runs leave takes memory. */
 #define FMHA_MANY_BLOCKS 8      /* for each thread */

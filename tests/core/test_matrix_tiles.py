@@ -115,7 +115,7 @@ def test_the_bits_depend_neither_on_threads_nor_on_other_batch_rows(tiles, kind)
     arrays = operands(kind, 3, 2, 1, 150, 210, 32, 32)
     rules = {"is_causal": True, "offset": 60}
     alone = attend(kind, arrays, **rules)
-    for threads in (2, 3, 5):           # of backward some split heads, others do not
+    for threads in (2, 3, 5):           # some leave heads whole, which pack their own operands, others do not
         assert_same(alone, attend(kind, arrays, threads, **rules))
     assert_same([x[1:2] for x in alone], attend(kind, [x[1:2] for x in arrays], **rules))
 
@@ -401,7 +401,7 @@ def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors():
 
     with selected("amx-emulated"):
         for kind, most in (("bfloat16", 1), ("medium", 1), ("float16", 2), ("high", 2)):
-            least = ((24, 32), (48, 48)) if most == 1 else ((64, 64), (192, 192))
+            least = ((24, 32), (48, 48)) if most == 1 else ((64, 64), (96, 96))
             for backward, (rows, keys) in zip((False, True), least, strict=True):
                 assert parts(kind, rows // 2, keys, backward) == most
                 assert parts(kind, rows // 2 - 1, 4096, backward) == parts(kind, 4096, keys - 1, backward) == 0
