@@ -1,7 +1,8 @@
 /* The "tiled" algorithm on matrix tiles, backward: as backward.inc.h, whose loop over tiles and blocks it is part of.
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = v @ dO^T, dS^T = P^T (dP^T - delta). P^T and dS^T are made in float32 and leave as
- * operands: as first ones of dV and dK, whose sums run over queries, and dS^T as second one of dQ^T, whose sum runs over keys. Keys and
+ * operands: as first ones of dV and dK, whose sums run over queries, and dS^T as second one of dQ^T, whose sum runs over keys; of bfloat16
+ * there in two parts, since its rounding is most of the error of grad_q (rms 0.7 of that of one part). Keys and
  * values are packed first, then q and grad_out, of heads that are split in passes of their own; that of rows also finds the rows that are left to backward.inc.h: those odd as in
  * matrix_forward.inc.h, by grad_out and lse too, and those whose |lse| is so large that their own sums are taken. In tiles they count
  * as zeros. */
@@ -174,12 +175,18 @@ typedef struct {
     REAL *grad_q;
 } FMHA_NAME(gradient_memory);
 
+/* Parts of dS^T in dQ^T. */
+static int FMHA_NAME(down_parts)(const fmha_problem *p)
+{
+    return p->parts == 1 && p->element == FMHA_BFLOAT ? 2 : p->parts;
+}
+
 static ptrdiff_t FMHA_NAME(gradient_layout)(const fmha_problem *p, int mode, REAL *memory, FMHA_NAME(gradient_memory) *m)
 {
     ptrdiff_t used = 0, bytes = 0, rows = mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0;
     m->weights = FMHA_NAME(take_operand)((char *)memory, &bytes, p->parts, MATRIX_KEYS, BLOCK_ROWS);
     m->grad_scores = FMHA_NAME(take_operand)((char *)memory, &bytes, p->parts, MATRIX_KEYS, BLOCK_ROWS);
-    m->grad_scores_down = FMHA_NAME(take_operand)((char *)memory, &bytes, p->parts, BLOCK_ROWS, MATRIX_KEYS);
+    m->grad_scores_down = FMHA_NAME(take_operand)((char *)memory, &bytes, FMHA_NAME(down_parts)(p), BLOCK_ROWS, MATRIX_KEYS);
     used = bytes / (ptrdiff_t)sizeof(REAL);
     m->grad_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
     return used;
@@ -196,7 +203,7 @@ static ptrdiff_t FMHA_NAME(gradient_scratch)(const fmha_problem *p, int mode)
 /* Scores and grad_weights (keys, queries), of two vectors of queries or one and keys [low, high), -> P^T and dS^T as operands; keys in
  * pairs. slope: of the softcap, kept: what dropout has drawn, or NULL. */
 static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of)(
-    const int parts, const int vectors, const int natural, const int plain, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor,
+    const int parts, const int down_parts, const int vectors, const int natural, const int plain, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor,
     const REAL *s, const REAL *g, const REAL *slope, const REAL *kept, const REAL *shifts, const REAL *deltas, ptrdiff_t v, const FMHA_NAME(gradient_memory) *m)
 {
     const int n = 2 * vectors;
@@ -231,7 +238,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of
         }
 #pragma GCC unroll 2
         for (int i = 0; i < vectors; i++)
-            FMHA_NAME(store_parts)(parts, 1, d[i], d[vectors + i], second_d + down + i * m->grad_scores_down.step * TILE_SIZE,
+            FMHA_NAME(store_parts)(down_parts, 1, d[i], d[vectors + i], second_d + down + i * m->grad_scores_down.step * TILE_SIZE,
                                    m->grad_scores_down.plane);
     }
 }
@@ -246,15 +253,17 @@ static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_pr
 {
     for (ptrdiff_t v = 0; v * LANES < queries; v += 2) {
         const int two = (v + 1) * LANES < queries, plain = !natural && !slope && !kept;
-#define OPERANDS(parts, vectors, natural, plain) \
-    FMHA_NAME(gradient_operands_of)(parts, vectors, natural, plain, keys->low[v / 2], keys->high[v / 2], queries, factor, s, g, slope, kept, rows->shift, rows->delta, v, m)
-#define OF_PARTS(parts) \
-    if (two && plain) OPERANDS(parts, 2, 0, 1); \
-    else if (two && natural) OPERANDS(parts, 2, 1, 0); \
-    else if (two) OPERANDS(parts, 2, 0, 0); \
-    else if (natural) OPERANDS(parts, 1, 1, 0); \
-    else OPERANDS(parts, 1, 0, 0)
-        if (p->parts == 1) { OF_PARTS(1); } else { OF_PARTS(2); }
+#define OPERANDS(parts, down, vectors, natural, plain) \
+    FMHA_NAME(gradient_operands_of)(parts, down, vectors, natural, plain, keys->low[v / 2], keys->high[v / 2], queries, factor, s, g, slope, kept, rows->shift, rows->delta, v, m)
+#define OF_PARTS(parts, down) \
+    if (two && plain) OPERANDS(parts, down, 2, 0, 1); \
+    else if (two && natural) OPERANDS(parts, down, 2, 1, 0); \
+    else if (two) OPERANDS(parts, down, 2, 0, 0); \
+    else if (natural) OPERANDS(parts, down, 1, 1, 0); \
+    else OPERANDS(parts, down, 1, 0, 0)
+        if (p->parts == 2) { OF_PARTS(2, 2); }
+        else if (m->grad_scores_down.parts == 2) { OF_PARTS(1, 2); }
+        else { OF_PARTS(1, 1); }
 #undef OF_PARTS
 #undef OPERANDS
     }
