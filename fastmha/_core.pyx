@@ -20,7 +20,8 @@ from fastmha._kernels cimport (
     fmha_backward_cut, fmha_backward_items, fmha_backward_split,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
     fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_heads, fmha_by_runs, fmha_cut,
-    fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut, fmha_heads_cut,
+    fmha_chunks, fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut,
+    fmha_heads_cut,
     fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
     fmha_matrices_cut, fmha_norm, fmha_ordered_cut, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
@@ -1132,11 +1133,10 @@ def tiled_scratch(Problem problem, bint backward, int threads):
 def decode_scratch(Problem problem):
     """Bytes of scratch of the decode algorithm: of one thread in either of its passes, and of the results of all chunks."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef fmha_cut chunks = fmha_decode_cut(&problem.c)
     if problem.c.Hkv == 0:
         return 0, 0
     return (max(kernels.decode_scratch(&problem.c), kernels.merge_scratch(&problem.c)) * problem.itemsize,
-            fmha_items(&chunks) * kernels.chunk_scratch(&problem.c) * problem.itemsize)
+            fmha_chunks(&problem.c) * kernels.chunk_scratch(&problem.c) * problem.itemsize)
 
 
 # -------------------------------------------------------------------------------------------------- algorithm "decode"
@@ -1157,12 +1157,12 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     if heads == 0:
         return 0
     threads = threads_for(threads, attention_terms(&c.p))
-    c.cut = fmha_decode_cut(&c.p)
+    c.cut = fmha_decode_cut(&c.p, threads)
     parts = fmha_items(&c.cut)
     # one scratch for both passes, of whichever has more items: without keys there are no chunks, but heads to merge
     scratch = scratch_for(max(kernels.decode_scratch(&c.p), kernels.merge_scratch(&c.p)) * size, max(parts, heads), threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
-    chunks = Scratch(parts * kernels.chunk_scratch(&c.p) * size, 1)
+    chunks = Scratch(fmha_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
         if fmha_pool_run(kernels.decode, c, parts, scratch.threads):
@@ -1238,7 +1238,7 @@ cdef fmha_cut packed_forward_cut(const fmha_run *run, int64_t unused) noexcept n
 
 
 cdef fmha_cut packed_decode_cut(const fmha_run *run, int64_t unused) noexcept nogil:
-    return fmha_decode_cut(&run.p)
+    return fmha_decode_cut(&run.p, fmha_chunks(&run.p) + 1)
 
 
 cdef fmha_cut packed_heads_cut(const fmha_run *run, int64_t unused) noexcept nogil:
@@ -1302,7 +1302,7 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     for s in range(c.sequences):
         sequence_run(&c, s, &own)
         c.chunk[s] = bytes
-        bytes += fmha_items(&own.cut) * kernels.chunk_scratch(&own.p) * size
+        bytes += fmha_chunks(&own.p) * kernels.chunk_scratch(&own.p) * size
     scratch = scratch_for(most, max(items, merging), threads)
     c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
     chunks = Scratch(bytes, 1)
@@ -1383,8 +1383,8 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
-    "blas" forward. "decode" has two passes, over chunks and over heads, and so has "tiled" where runs of keys keep so many
-    `threads` busier: over them and over blocks.
+    "blas" forward. "decode" has two passes, over one to eight chunks and over heads, and so has "tiled" where runs of keys keep
+    so many `threads` busier: over them and over blocks.
     """
     cdef fmha_cut first, second
     cdef Heads c
@@ -1392,7 +1392,7 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
         prepare(&c, problem, rows, backward)
         return [items_of(&c.cut)]
     if name == "decode":
-        first, second = fmha_decode_cut(&problem.c), fmha_heads_cut(&problem.c)
+        first, second = fmha_decode_cut(&problem.c, threads), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
     first, second = fmha_ordered_cut(&problem.c, threads), fmha_runs_cut(&problem.c)
     if problem.c.parts == 0 and fmha_by_runs(&problem.c, threads):

@@ -486,10 +486,18 @@ static inline fmha_cut fmha_mask_cut(const fmha_problem *p, const fmha_array *gr
     };
 }
 
-static inline fmha_cut fmha_decode_cut(const fmha_problem *p)
+/* Partial softmaxes that the decode algorithm merges. */
+static inline ptrdiff_t fmha_chunks(const fmha_problem *p)
+{
+    return p->B * p->Hkv * fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
+}
+
+/* Several chunks are an item where every thread has many: what is fetched ahead is then seldom of another head. */
+static inline fmha_cut fmha_decode_cut(const fmha_problem *p, ptrdiff_t threads)
 {
     fmha_cut cut = fmha_heads_cut(p);
-    cut.col_step = FMHA_CHUNK_KEYS;
+    const ptrdiff_t many = fmha_chunks(p) / (8 * threads);
+    cut.col_step = (many > 8 ? 8 : many > 1 ? many : 1) * FMHA_CHUNK_KEYS;
     return cut;
 }
 

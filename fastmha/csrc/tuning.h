@@ -38,9 +38,11 @@
 #define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
 #define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
 
-/* The "decode" algorithm; the values of the next keys are fetched while the scores of these are summed. */
-#define DECODE_KEYS      FMHA_OF(   256,    256,    256,    256,    256)  /* whose scores are kept at a time: their values, fetched meanwhile, wait in the second cache */
-#define DECODE_VALUES    FMHA_OF(    64,     64,     64,     64,     64)  /* keys of one product with the values: sums of sums err less than one long sum */
+/* The "decode" algorithm: the scores of one block of keys are summed in turns with the values of the block before. */
+#define DECODE_KEYS      FMHA_OF(   128,    128,    128,    128,    128)  /* of a block */
+#define DECODE_STEP      FMHA_OF(    16,     16,     16,     16,     16)  /* of them at a time, a multiple of the lanes of every vector: sums of sums err less than one long sum */
+#define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
+#define DECODE_AHEAD     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* bytes that each of the two streams is fetched ahead, at least */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
 /* Matrix tiles, where there are any. */

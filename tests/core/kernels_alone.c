@@ -215,8 +215,8 @@ static void forward(const kind *t, fmha_run *run, int way, int threads)
     const fmha_cut rows = fmha_forward_cut(&run->p);
     if (way == DECODE) {
         ptrdiff_t merging = kernels->merge_scratch(&run->p), size = kernels->decode_scratch(&run->p);
-        run->cut = fmha_decode_cut(&run->p);
-        run->chunks = memory((size_t)(fmha_items(&run->cut) * kernels->chunk_scratch(&run->p) * t->real));
+        run->cut = fmha_decode_cut(&run->p, threads);
+        run->chunks = memory((size_t)(fmha_chunks(&run->p) * kernels->chunk_scratch(&run->p) * t->real));
         give_scratch(run, (size > merging ? size : merging) * t->real, threads);
         fmha_pool_run(kernels->decode, run, fmha_items(&run->cut), threads);
         run->cut = fmha_heads_cut(&run->p);

@@ -345,6 +345,13 @@ PROBLEMS = {
         {"window": (600, 3), "offset": [900, -4, 700], "key_padding_lengths": [1100, 7, 0], "softcap": 2.0},
     ),
     "few keys": ((3, 4, 4, 2, 9, 5, 3), {}),
+    # so many chunks that one thread takes several at a time, and widths of whole vectors: keys and values are then read in turns
+    "chunks": ((8, 8, 4, 1, 2100, 64, 64), {}),
+    "chunks of three rows": (
+        (8, 6, 2, 1, 2100, 16, 48),
+        {"window": (1300, 3), "offset": 2050, "key_padding_lengths": list(range(2100, 500, -200))},
+    ),
+    "chunks of seven rows": ((8, 7, 1, 1, 1300, 40, 192), {"softcap": 2.0}),
 }
 problems = pytest.mark.parametrize("name", PROBLEMS)
 
