@@ -19,8 +19,8 @@ from fastmha._kernels cimport (
     FMHA_SAME, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
     fmha_backward_cut, fmha_backward_items, fmha_backward_split,
     fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
-    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_heads, fmha_by_runs, fmha_cut,
-    fmha_chunks, fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut,
+    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_heads, fmha_by_runs, fmha_chunks,
+    fmha_cut, fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut,
     fmha_heads_cut,
     fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
@@ -1238,6 +1238,7 @@ cdef fmha_cut packed_forward_cut(const fmha_run *run, int64_t unused) noexcept n
 
 
 cdef fmha_cut packed_decode_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+    # as for more threads than chunks, each an item: one sequence's cut does not know how many the others have
     return fmha_decode_cut(&run.p, fmha_chunks(&run.p) + 1)
 
 

@@ -69,7 +69,7 @@ static ptrdiff_t FMHA_NAME(chunk_scratch)(const fmha_problem *p)
     return FMHA_NAME(chunk_layout)(p, NULL, &unused);
 }
 
-/* The result of the item `index` of the pass over chunks. */
+/* The result of the chunk `index` of those of all heads. */
 static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_t index)
 {
     FMHA_NAME(chunk) chunk;
@@ -81,8 +81,8 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
  * product of its own: where one compiled body serves both, a compiler may select shrink * out or out before the sum, and not fuse
  * them in the body for some numbers of rows, whose bits are then others. */
 #define DECODE_SUMS(type) \
-    if (shrink) FMHA_NAME(product_of)(type, FMHA_SCALE_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, ldc, shrink, NULL); \
-    else FMHA_NAME(product_of)(type, FMHA_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, ldc, a, NULL)
+    if (shrink) FMHA_NAME(product_of)(type, FMHA_SCALE_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, ldc, shrink); \
+    else FMHA_NAME(product_of)(type, FMHA_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, ldc, a)
 static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a, const char *v,
                                    ptrdiff_t ldv, REAL *out, ptrdiff_t ldc, const REAL *shrink)
 {

@@ -496,8 +496,8 @@ static inline ptrdiff_t fmha_chunks(const fmha_problem *p)
 static inline fmha_cut fmha_decode_cut(const fmha_problem *p, ptrdiff_t threads)
 {
     fmha_cut cut = fmha_heads_cut(p);
-    const ptrdiff_t many = fmha_chunks(p) / (8 * threads);
-    cut.col_step = (many > 8 ? 8 : many > 1 ? many : 1) * FMHA_CHUNK_KEYS;
+    const ptrdiff_t many = fmha_chunks(p) / (FMHA_CHUNK_ITEMS * threads);
+    cut.col_step = (many > FMHA_MOST_CHUNKS ? FMHA_MOST_CHUNKS : many > 1 ? many : 1) * FMHA_CHUNK_KEYS;
     return cut;
 }
 

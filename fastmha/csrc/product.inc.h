@@ -4,19 +4,11 @@
 #error "product_of has cases for register tiles of 2 and of 4 vectors"
 #endif
 
-/* Rows that will be read after a product and are fetched meanwhile into the second cache, one for each step of it: `bytes` of each,
- * `ld` bytes apart. */
-typedef struct {
-    const char *at;
-    ptrdiff_t ld, bytes;
-} FMHA_NAME(next_rows);
-
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of
- * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. next: a column of
- * what will be read after it, or NULL. */
+ * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale, const char *next, ptrdiff_t ld_next)
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
@@ -34,9 +26,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
             row[v] = FMHA_NAME(stored_load)(type, b + v * LANES * size);
             if ((init & FMHA_FETCH) && v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0)
                 v_prefetch(b + (MICRO_AHEAD * ldb + v * LANES) * size);
-            if (next && v * LANES * size % FMHA_CACHE_LINE == 0) v_prefetch_far(next + v * LANES * size);
         }
-        if (next) next += ld_next;
 #pragma GCC unroll 12
         for (int r = 0; r < mr; r++) {
             VEC scalar = v_splat(a[r * a_row]);
@@ -61,23 +51,21 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
-        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r, \
-                         next && r == 0 ? at : NULL, next ? next->ld : 0)
+        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
 /* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two. */
 #define MICRO_PANEL(nv) \
     case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
 
 /* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1; b may
- * be stored in another type; next may be NULL. */
+ * be stored in another type. */
 static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
     const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale, const FMHA_NAME(next_rows) *next)
+    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
         ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
-        const ptrdiff_t from = done * LANES * FMHA_NAME(stored_size)(type);
-        const char *b = b0 + from, *at = next && from < next->bytes ? next->at + from : NULL;
+        const char *b = b0 + done * LANES * FMHA_NAME(stored_size)(type);
         ptrdiff_t r = 0;
         switch (nv) {
             MICRO_PANEL(1)
@@ -92,7 +80,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
 }
 
 #define PRODUCT(init, rows, columns, depth, a, a_row, a_step, b, ...) \
-    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__, NULL)
+    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__)
 
 /* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. */
 static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,

@@ -8,7 +8,9 @@
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
 #define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
 #define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
-#define FMHA_CHUNK_KEYS 512     /* keys in an item of the decode algorithm: by the length alone, whatever the threads */
+#define FMHA_CHUNK_KEYS 512     /* keys of which the decode algorithm has a softmax: by the length alone, whatever the threads */
+#define FMHA_CHUNK_ITEMS 8      /* of each thread, from which on several of these are an item */
+#define FMHA_MOST_CHUNKS 8      /* in an item */
 #define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
 #define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
 
