@@ -12,9 +12,11 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
     const ptrdiff_t passes = rows / DECODE_TOGETHER + rows % DECODE_TOGETHER / 2 + rows % 2;
+    const ptrdiff_t bytes = rows > 2 ? DECODE_FAR_AHEAD : DECODE_AHEAD, least = passes > 1 ? DECODE_STEP : 1;
+    const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
     return (FMHA_NAME(ahead)){
-        .k = (passes > 1 ? DECODE_STEP : DECODE_AHEAD / (k_bytes + 1) + 1) * p->k.stride[2] * size,
-        .v = (passes > 1 ? DECODE_STEP : DECODE_AHEAD / (v_bytes + 1) + 1) * p->v.stride[2] * size,
+        .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
+        .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
         .k_lines = fmha_parts(fmha_parts(k_bytes, FMHA_CACHE_LINE), passes),
         .v_lines = fmha_parts(fmha_parts(v_bytes, FMHA_CACHE_LINE), passes),
     };
