@@ -322,7 +322,7 @@ def test_a_product_says_when_tiles_cannot_do_it(tiles):
         assert not _core.matmul_matrix(a, b, out, False, False, None, (32, 32), 1, 2)
 
 
-@pytest.mark.skipif("amx" not in TILE_ISAS, reason="needs AMX")
+@pytest.mark.skipif("amx" not in TILE_ISAS, reason="this machine has no AMX")
 @kinds
 def test_the_emulated_tiles_have_the_bits_of_the_unit(kind):
     rng = np.random.default_rng(0)
