@@ -121,6 +121,27 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
     return *count > 0;
 }
 
+#if HAVE_TRANSPOSE
+/* A square of LANES rows and items, or of what there is of `rows` and `items`, each row `at` bytes on. */
+static inline __attribute__((always_inline)) void FMHA_NAME(pack_square)(
+    const int sized, const int type, const int whole, ptrdiff_t rows, ptrdiff_t items, const char *const *row, ptrdiff_t at,
+    REAL factor, VEC *squares, REAL *to, ptrdiff_t ld)
+{
+    VEC part[LANES];
+#pragma GCC unroll 16
+    for (ptrdiff_t l = 0; l < LANES; l++) {
+        if (whole) part[l] = FMHA_NAME(stored_load)(type, row[l] + at) * factor;
+        else part[l] = l < rows ? FMHA_NAME(stored_load_n)(type, row[l] + at, items) * factor : v_splat(0);
+    }
+#pragma GCC unroll 16
+    for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
+    FMHA_NAME(transpose)(part);
+#pragma GCC unroll 16
+    for (ptrdiff_t l = 0; l < LANES; l++)
+        if (whole || l < items) v_store(to + l * ld, part[l]);
+}
+#endif
+
 /* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Where sized, returns a number below HUGE_POWER if all
  * that was packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
 static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const int sized, const int type,
@@ -137,30 +158,11 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
             row[l] = FMHA_NAME(row_in)(type, x, block->b, block->head[r], block->query[r]);
         }
 #if HAVE_TRANSPOSE
-        for (; d + LANES <= width; d += LANES) {
-            VEC part[LANES];
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? FMHA_NAME(stored_load)(type, row[l] + d * size) * factor : v_splat(0);
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
-            FMHA_NAME(transpose)(part);
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) v_store(packed + (d + l) * queries + q, part[l]);
-        }
-#endif
-#if HAVE_TRANSPOSE
-        if (d < width) {
-            ptrdiff_t left = width - d;
-            VEC part[LANES];
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? FMHA_NAME(stored_load_n)(type, row[l] + d * size, left) * factor : v_splat(0);
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
-            FMHA_NAME(transpose)(part);
-#pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++)
-                if (l < left) v_store(packed + (d + l) * queries + q, part[l]);
-        }
+#define PACK_SQUARE(whole) \
+    FMHA_NAME(pack_square)(sized, type, whole, rows, width - d, row, d * size, factor, squares, packed + d * queries + q, queries)
+        for (; rows == LANES && d + LANES <= width; d += LANES) PACK_SQUARE(1);
+        for (; d < width; d += LANES) PACK_SQUARE(0);
+#undef PACK_SQUARE
 #else
         for (ptrdiff_t left = d; left < width; left++)
             for (ptrdiff_t l = 0; l < LANES; l++)

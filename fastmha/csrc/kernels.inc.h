@@ -9,8 +9,10 @@
 #define FMHA_NAME(name) FMHA_PASTE(FMHA_ISA, name, FMHA_REAL)
 
 /* What a product does with what is there: writes over it, adds to it, adds to row_scale[r] times row r of it; with FMHA_FETCH it
- * is asked for before the sums begin, where it lies far away, and so is b some rows ahead. */
-enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FETCH = 4 };
+ * is asked for before the sums begin, where it lies far away, and so is b some rows ahead; with FMHA_FETCH_ROWS the next rows of a are,
+ * which lie along the sum: so many short streams at a time that no CPU guesses them. */
+enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FETCH = 4, FMHA_FETCH_ROWS = 8 };
+#define FMHA_ACTION(init) ((init) & ~(FMHA_FETCH | FMHA_FETCH_ROWS))
 
 #define BLOCK_ROWS FMHA_BLOCK_ROWS
 #define TILE_KEYS FMHA_TILE_KEYS

@@ -35,14 +35,18 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
         }
         a += a_step;
         b += ldb * size;
+        if ((init & FMHA_FETCH_ROWS) && k % (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) == 0) {
+#pragma GCC unroll 12
+            for (int r = 0; r < mr; r++) v_prefetch(a + (r + mr) * a_row);
+        }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
             REAL *to = c + r * ldc + v * LANES;
-            if ((init & ~FMHA_FETCH) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
-            if ((init & ~FMHA_FETCH) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
+            if (FMHA_ACTION(init) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
+            if (FMHA_ACTION(init) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
             v_store(to, sum[r][v]);
         }
 }
@@ -86,7 +90,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
 static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
-    PRODUCT(FMHA_SET, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+    PRODUCT(FMHA_SET | FMHA_FETCH_ROWS, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
 }
 
 /* c <- c + a @ b, a's rows along the sum. */
