@@ -1167,7 +1167,8 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     with nogil:
         if fmha_pool_run(kernels.decode, c, parts, scratch.threads):
             c.cut = merging
-            fmha_pool_run(kernels.decode_merge, c, heads, scratch.threads)
+            if fmha_chunks(&c.p) != heads:     # else each head has one chunk, whose item has left the result
+                fmha_pool_run(kernels.decode_merge, c, heads, scratch.threads)
     return finish()
 
 

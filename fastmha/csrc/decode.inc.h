@@ -2,10 +2,10 @@
  * for all rows of the group: a row of keys and a row of values in turns, two streams of which the next rows are fetched ahead.
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
-/* How many bytes ahead of what a step reads it fetches, and how many cache lines of a row at most in one pass over its rows: each
- * pass fetches its share, so that memory is never idle. */
+/* How many bytes ahead of what is read is fetched, of each stream, 0 where the second cache holds all keys and values; and how many
+ * cache lines of a row at most in one pass over its rows: each pass fetches its share, so that memory is never idle. */
 typedef struct {
-    ptrdiff_t k, v, k_lines, v_lines;
+    ptrdiff_t bytes, k, v, k_lines, v_lines;
 } FMHA_NAME(ahead);
 
 static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
@@ -14,7 +14,9 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t
     const ptrdiff_t passes = rows / DECODE_TOGETHER + rows % DECODE_TOGETHER / 2 + rows % 2;
     const ptrdiff_t bytes = rows > 2 ? DECODE_FAR_AHEAD : DECODE_AHEAD, least = passes > 1 ? DECODE_STEP : 1;
     const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
+    if (p->B * p->Hkv * p->Lk <= DECODE_NEAR / (k_bytes + v_bytes + 1)) return (FMHA_NAME(ahead)){0, 0, 0, 0, 0};
     return (FMHA_NAME(ahead)){
+        .bytes = bytes,
         .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
         .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
         .k_lines = fmha_parts(fmha_parts(k_bytes, FMHA_CACHE_LINE), passes),
@@ -79,49 +81,155 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
     return chunk;
 }
 
-/* out (rows, columns) <- out + a (rows, depth) @ v (depth, columns), the first time (shrink given) shrink * out + …. Each is a
- * product of its own: where one compiled body serves both, a compiler may select shrink * out or out before the sum, and not fuse
- * them in the body for some numbers of rows, whose bits are then others. */
-#define DECODE_SUMS(type) \
-    if (shrink) FMHA_NAME(product_of)(type, FMHA_SCALE_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, ldc, shrink); \
-    else FMHA_NAME(product_of)(type, FMHA_ADD, rows, columns, depth, a, DECODE_KEYS, 1, v, ldv, out, ldc, a)
-static void FMHA_NAME(decode_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a, const char *v,
-                                   ptrdiff_t ldv, REAL *out, ptrdiff_t ldc, const REAL *shrink)
-{
-    switch (type) {
-    case FMHA_HALF: DECODE_SUMS(FMHA_HALF); break;
-    case FMHA_BFLOAT: DECODE_SUMS(FMHA_BFLOAT); break;
-    case FMHA_OTHER: DECODE_SUMS(FMHA_OTHER); break;
-    default: DECODE_SUMS(FMHA_SAME);
-    }
-}
-
-/* What a step reads, rows that are ldk and ldv bytes apart, and how many cache lines it fetches from rows ahead of each. */
+/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines they fetch from rows ahead of each. */
 typedef struct {
     const char *k, *v, *k_ahead, *v_ahead;
     ptrdiff_t ldk, ldv, k_lines, v_lines;
 } FMHA_NAME(streams);
 
-/* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, and of as many earlier keys, of nv vectors of values,
- * out (many, value width) <- shrink * out + weights (many, keys) @ v: a row of keys and a row of values in turns, two streams
- * that memory delivers faster than all keys and then all values. A row is loaded once for `many` rows of queries. */
-static inline __attribute__((always_inline)) void FMHA_NAME(decode_step_of)(
-    const int type, const int many, const int nv, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv,
-    const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink)
+/* Keys whose scores are summed side by side: sums enough for their latency, few enough for the registers. */
+#define DECODE_ABREAST(many) \
+    (LANES >= 4 && DECODE_CHAINS >= 4 * (many) ? 4 : LANES >= 2 && DECODE_CHAINS >= 2 * (many) ? 2 : 1)
+
+/* A score is two sums over the vectors of D, even and odd ones, which are added; then the sum over the lanes by `halve`, with all
+ * bits in order. Of `many` rows of queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are
+ * not there: it stands for them. */
+static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
+    const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k, const ptrdiff_t ldk, const ptrdiff_t most,
+    VEC *sum)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
-    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
-    const char *v = from->v, *k_ahead = from->k_ahead, *v_ahead = from->v_ahead;
-    VEC total[DECODE_TOGETHER][8];
+    const char *key[4];
+    VEC even[DECODE_TOGETHER][4], odd[DECODE_TOGETHER][4];
+    ptrdiff_t d = 0;
+#pragma GCC unroll 4
+    for (int a = 0; a < abreast; a++) {
+        key[a] = k + (a < most ? a : most) * ldk;
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) even[r][a] = odd[r][a] = v_splat(0);
+    }
+#define SCORED(load, sum, d) \
+    _Pragma("GCC unroll 4") \
+    for (int a = 0; a < abreast; a++) { \
+        const char *at = key[a] + (d) * size; \
+        const VEC row = load; \
+        _Pragma("GCC unroll 4") \
+        for (int r = 0; r < many; r++) sum[r][a] = sum[r][a] + row * v_load(q + r * width + (d)); \
+    }
+    for (; d + 2 * LANES <= D; d += 2 * LANES) {
+        SCORED(FMHA_NAME(stored_load)(type, at), even, d)
+        SCORED(FMHA_NAME(stored_load)(type, at), odd, d + LANES)
+    }
+    if (d + LANES <= D) {
+        SCORED(FMHA_NAME(stored_load)(type, at), even, d)
+        d += LANES;
+    }
+    if (d < D) { SCORED(FMHA_NAME(stored_part)(type, at, D - d), even, d) }
+#undef SCORED
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++) {
+#pragma GCC unroll 4
+        for (int a = 0; a < abreast; a++) even[r][a] = even[r][a] + odd[r][a];
+        FMHA_NAME(halve)(even[r], abreast, 1);
+        sum[r * LANES] = even[r][0];
+    }
+}
+
+/* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, in whole vectors; values are fetched. */
+static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const ptrdiff_t keys,
+    const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
+{
+    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines;
+    const char *k = from->k, *v_ahead = from->v_ahead;
+    for (ptrdiff_t j = 0; j < keys; j += LANES) {
+        VEC sum[DECODE_TOGETHER * LANES];
+        for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk) {
+            for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v_ahead += ldv)
+                for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
+            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, sum + l / abreast);
+            else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) {
+            FMHA_NAME(halve)(sum + r * LANES, LANES / abreast, abreast);
+            v_store(scores + r * DECODE_KEYS + j, sum[r * LANES]);
+        }
+    }
+}
+
+/* total[r][i] <- total[r][i] + weights[r] * vector i of a row of values, the last of which has `last` items. */
+static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, ptrdiff_t last,
+                                                                        const REAL *weights, const char *v, VEC total[][8])
+{
+    VEC weight[DECODE_TOGETHER];
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++) weight[r] = v_splat(weights[r * DECODE_KEYS]);
+#pragma GCC unroll 8
+    for (int i = 0; i < nv; i++) {
+        const char *at = v + i * LANES * FMHA_NAME(stored_size)(type);
+        const int part = STORED_PARTS(type) && i == nv - 1 && last < LANES;
+        const VEC value = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) total[r][i] = total[r][i] + weight[r] * value;
+    }
+}
+
+/* out (many, nv vectors of ldo) <- shrink * out + total; shrink NULL: 1. */
+static inline __attribute__((always_inline)) void FMHA_NAME(add_totals)(const int many, const int nv, VEC total[][8], REAL *out, ptrdiff_t ldo,
+                                                                        const REAL *shrink)
+{
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++) {
+        const VEC factor = v_splat(shrink ? shrink[r] : 1);
+#pragma GCC unroll 8
+        for (int i = 0; i < nv; i++) v_store(out + r * ldo + i * LANES, v_load(out + r * ldo + i * LANES) * factor + total[r][i]);
+    }
+}
+
+static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int many, const int nv, VEC total[][8])
+{
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++)
 #pragma GCC unroll 8
         for (int i = 0; i < nv; i++) total[r][i] = v_splat(0);
-    for (ptrdiff_t j = 0; j < keys; j += LANES) {
+}
+
+/* Items of the last of nv vectors of so many columns. */
+#define DECODE_LAST(nv, columns) ((columns) < (nv) * LANES ? (columns) - ((nv) - 1) * LANES : LANES)
+
+/* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys, columns):
+ * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. */
+static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const ptrdiff_t keys,
+    const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo, const REAL *shrink)
+{
+    const ptrdiff_t ldv = from->ldv, last = DECODE_LAST(nv, columns);
+    const char *v = from->v;
+    for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
+        const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
+        VEC total[DECODE_TOGETHER][8];
+        FMHA_NAME(no_totals)(many, nv, total);
+#pragma GCC unroll 4
+        for (ptrdiff_t e = j; e < end; e++, v += ldv) FMHA_NAME(add_values)(type, many, nv, last, weights + e, v, total);
+        FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
+    }
+}
+
+/* Both of DECODE_STEP keys, with the same bits, the values of earlier keys: a row of keys and a row of values in turns, two streams that
+ * memory delivers faster than all keys and then all values. */
+static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int type, const int many, const int nv, const ptrdiff_t D,
+    const ptrdiff_t columns, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
+    const REAL *shrink)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), last = DECODE_LAST(nv, columns);
+    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
+    const char *v = from->v, *k_ahead = from->k_ahead, *v_ahead = from->v_ahead;
+    VEC total[DECODE_TOGETHER][8];
+    FMHA_NAME(no_totals)(many, nv, total);
+    for (ptrdiff_t j = 0; j < DECODE_STEP; j += LANES) {
         VEC sum[DECODE_TOGETHER][LANES];
         for (ptrdiff_t l = 0; l < LANES; l++, v += ldv, k_ahead += ldk, v_ahead += ldv) {
             for (ptrdiff_t line = 0; line < k_lines; line++) v_prefetch_far(k_ahead + line * FMHA_CACHE_LINE);
-            const char *k = from->k + (j + l < keys ? j + l : 0) * ldk;
+            const char *k = from->k + (j + l) * ldk;
             VEC even[DECODE_TOGETHER], odd[DECODE_TOGETHER];
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) even[r] = odd[r] = v_splat(0);
@@ -143,114 +251,123 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_step_of)(
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) sum[r][l] = even[r] + odd[r];
             for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
-            if (nv == 0) continue;
-            VEC weight[DECODE_TOGETHER];
-#pragma GCC unroll 4
-            for (int r = 0; r < many; r++) weight[r] = v_splat(weights[r * DECODE_KEYS + j + l]);
-#pragma GCC unroll 8
-            for (int i = 0; i < nv; i++) {
-                VEC value = FMHA_NAME(stored_load)(type, v + i * LANES * size);
-#pragma GCC unroll 4
-                for (int r = 0; r < many; r++) total[r][i] = total[r][i] + weight[r] * value;
-            }
+            FMHA_NAME(add_values)(type, many, nv, last, weights + j + l, v, total);
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < many; r++) v_store(scores + r * DECODE_KEYS + j, FMHA_NAME(sums)(sum[r]));
+        for (int r = 0; r < many; r++) {
+            FMHA_NAME(halve)(sum[r], LANES, 1);
+            v_store(scores + r * DECODE_KEYS + j, sum[r][0]);
+        }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < many; r++) {
-        const VEC factor = v_splat(shrink ? shrink[r] : 1);
-#pragma GCC unroll 8
-        for (int i = 0; i < nv; i++) v_store(out + r * Dv + i * LANES, v_load(out + r * Dv + i * LANES) * factor + total[r][i]);
-    }
+    FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
 }
 
-/* The same of any value width, a multiple of LANES: the vectors of values that the registers do not hold after the others. */
-static inline __attribute__((always_inline)) void FMHA_NAME(decode_step_rows)(
-    const int type, const int many, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q, const FMHA_NAME(streams) *from,
-    REAL *scores, const REAL *weights, REAL *out, const REAL *shrink)
+enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
+
+/* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside. */
+#define DECODE_VECTORS(many, vectors) \
+    ((vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
+
+/* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
+ * do not hold are summed after the others. */
+static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
+    const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q,
+    const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = Dv / LANES;
-    ptrdiff_t nv;
-#define STEP(n) FMHA_NAME(decode_step_of)(type, many, nv = n, DECODE_STEP, D, Dv, q, from, scores, weights, out, shrink)
-    if (vectors >= 8 && DECODE_SUMMED >= 8 * many) STEP(8);
-    else if (vectors >= 4 && DECODE_SUMMED >= 4 * many) STEP(4);
-    else if (vectors >= 2) STEP(2);
-    else STEP(1);
-#undef STEP
-    if (nv < vectors)
-        FMHA_NAME(decode_sums)(type, many, (vectors - nv) * LANES, DECODE_STEP, weights, from->v + nv * LANES * size, from->ldv / size,
-                               out + nv * LANES, Dv, shrink);
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (Dv + LANES - 1) / LANES, ldo = vectors * LANES;
+    FMHA_NAME(streams) from = *first;
+    if (what == FMHA_NAME(scores_alone)) {
+        if (from.v_lines == 0) FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), keys, D, q, &from, scores);
+        else FMHA_NAME(scores_of)(type, many, 1, keys, D, q, &from, scores);      /* from memory, one row after the other */
+        return;
+    }
+    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size) {
+        nv = DECODE_VECTORS(many, vectors - done);
+#define PASS(n) \
+    if (what == FMHA_NAME(in_turns) && done == 0) \
+        FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
+    else FMHA_NAME(values_of)(type, many, n, keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
+        if (nv == 8 && DECODE_SUMMED >= 8 * many) { PASS(8); }
+        else if (nv == 4 && DECODE_SUMMED >= 4 * many) { PASS(4); }
+        else if (nv == 2) { PASS(2); }
+        else { PASS(1); }
+#undef PASS
+    }
 }
 
-/* The same of any number of rows, DECODE_TOGETHER at a time, then two, then one; not `summed`: scores alone, of so many keys, whose
- * values are fetched. `fetched`: the values are there already. */
-static inline __attribute__((always_inline)) void FMHA_NAME(decode_step_type)(
-    const int type, const ptrdiff_t D, const ptrdiff_t Dv, const int summed, const fmha_problem *p, const FMHA_NAME(ahead) *ahead,
+/* The same of any number of rows, DECODE_TOGETHER at a time, then two, then one: of several, and in turns, a step of keys after the
+ * other, so that the first cache still has it for the next rows. `fetched`: the values are there already. */
+static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
+    const int type, const int what, const ptrdiff_t D, const ptrdiff_t Dv, const fmha_problem *p, const FMHA_NAME(ahead) *ahead,
     ptrdiff_t rows, int fetched, ptrdiff_t keys, const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v,
-    REAL *out, const REAL *shrink)
+    ptrdiff_t ldv, REAL *out, const REAL *shrink)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
-    const ptrdiff_t k_lines = summed ? fmha_parts(D * size, FMHA_CACHE_LINE) : 0;
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
+    const ptrdiff_t step = rows > DECODE_TOGETHER || what == FMHA_NAME(in_turns) ? DECODE_STEP : keys;
+    const ptrdiff_t k_lines = what == FMHA_NAME(in_turns) ? fmha_parts(D * size, FMHA_CACHE_LINE) : 0;
     const ptrdiff_t v_lines = fetched ? 0 : fmha_parts(Dv * size, FMHA_CACHE_LINE);
-    FMHA_NAME(streams) from = {
-        .k = k, .k_ahead = k + ahead->k, .ldk = p->k.stride[2] * size,
-        .v = v, .v_ahead = summed ? v + ahead->v : v, .ldv = p->v.stride[2] * size,
-    };
-    for (ptrdiff_t r = 0, many, k_line = 0, v_line = 0; r < rows; r += many) {
-        from.k_lines = k_lines - k_line < ahead->k_lines ? k_lines - k_line : ahead->k_lines;
-        from.v_lines = v_lines - v_line < ahead->v_lines ? v_lines - v_line : ahead->v_lines;
-        many = rows - r >= DECODE_TOGETHER ? DECODE_TOGETHER : rows - r >= 2 ? 2 : 1;
-#define ROWS(n) \
-    if (summed) \
-        FMHA_NAME(decode_step_rows)(type, n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS, weights + r * DECODE_KEYS, \
-                                    out + r * Dv, shrink ? shrink + r : NULL); \
-    else FMHA_NAME(decode_step_of)(type, n, 0, keys, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS, NULL, NULL, NULL); \
-    break
-        switch (many) {
-        case 1: ROWS(1);
-        case 2: ROWS(2);
-        default: ROWS(DECODE_TOGETHER);
-        }
+    FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
+    for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
+        const ptrdiff_t n = keys - j < step ? keys - j : step;
+        from.k_ahead = from.k + ahead->k;
+        from.v_ahead = what == FMHA_NAME(in_turns) ? from.v + ahead->v : from.v;
+        for (ptrdiff_t r = 0, many, k_line = 0, v_line = 0; r < rows; r += many) {
+            from.k_lines = k_lines - k_line < ahead->k_lines ? k_lines - k_line : ahead->k_lines;
+            from.v_lines = v_lines - v_line < ahead->v_lines ? v_lines - v_line : ahead->v_lines;
+            many = rows - r >= DECODE_TOGETHER ? DECODE_TOGETHER : rows - r >= 2 ? 2 : 1;
+#define ROWS(many) \
+    FMHA_NAME(decode_pass)(type, what, many, n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j, \
+                           out + r * ldo, shrink ? shrink + r : NULL)
+            switch (many) {
+            case 1: ROWS(1); break;
+            case 2: ROWS(2); break;
+            default: ROWS(DECODE_TOGETHER);
+            }
 #undef ROWS
-        k_line += from.k_lines;
-        v_line += from.v_lines;
-        from.k_ahead += from.k_lines * FMHA_CACHE_LINE;
-        from.v_ahead += from.v_lines * FMHA_CACHE_LINE;
+            k_line += from.k_lines;
+            v_line += from.v_lines;
+            from.k_ahead += from.k_lines * FMHA_CACHE_LINE;
+            from.v_ahead += from.v_lines * FMHA_CACHE_LINE;
+        }
     }
 }
 
-/* Heads of width 64 have loops of their own, unrolled; 128 gains nothing from them. */
-#define DECODE_WIDTHS(type, ...) \
-    if (p->D == 64 && p->Dv == 64) FMHA_NAME(decode_step_type)(type, 64, 64, __VA_ARGS__); \
-    else FMHA_NAME(decode_step_type)(type, p->D, p->Dv, __VA_ARGS__)
+#define DECODE_TYPES(type, ...) \
+    switch (type) { \
+    case FMHA_HALF: FMHA_NAME(decode_passes)(FMHA_HALF, __VA_ARGS__); break; \
+    case FMHA_BFLOAT: FMHA_NAME(decode_passes)(FMHA_BFLOAT, __VA_ARGS__); break; \
+    default: FMHA_NAME(decode_passes)(FMHA_SAME, __VA_ARGS__); \
+    }
 
-/* scores (rows, keys) <- q (rows, width, padded) @ k (keys, D).T, at most DECODE_STEP keys. */
+/* scores (rows, keys) <- q (rows, width, padded) @ k (keys, D).T, whose values are fetched. */
 static void FMHA_NAME(decode_scores)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys, const REAL *q,
                                      const char *k, const char *v, REAL *scores)
 {
-#define SCORES 0, p, ahead, rows, 0, keys, q, k, scores, NULL, v, NULL, NULL
-    switch (p->stored) {
-    case FMHA_HALF: DECODE_WIDTHS(FMHA_HALF, SCORES); break;
-    case FMHA_BFLOAT: DECODE_WIDTHS(FMHA_BFLOAT, SCORES); break;
-    case FMHA_OTHER: FMHA_NAME(decode_step_type)(FMHA_OTHER, p->D, p->Dv, SCORES); break;
-    default: DECODE_WIDTHS(FMHA_SAME, SCORES);
-    }
+#define SCORES FMHA_NAME(scores_alone), p->D, p->Dv, p, ahead, rows, 0, keys, q, k, scores, scores, v, p->v.stride[2], scores, NULL
+    if (p->stored == FMHA_OTHER) FMHA_NAME(decode_passes)(FMHA_OTHER, SCORES);
+    else DECODE_TYPES(p->stored, SCORES)
 #undef SCORES
 }
 
-/* out (rows, Dv) <- shrink * out + weights (rows, DECODE_STEP) @ v (DECODE_STEP, Dv), and in turns with it scores
- * (rows, DECODE_STEP) <- q (rows, width) @ k (DECODE_STEP, D).T of keys that come later. */
-static void FMHA_NAME(decode_step)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, const REAL *q,
-                                   const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out, const REAL *shrink)
+/* out (rows, Dv) <- shrink * out + weights (rows, keys) @ v (keys, Dv), v of `type` and rows ldv apart. */
+static void FMHA_NAME(decode_values)(int type, const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys,
+                                     REAL *weights, const char *v, ptrdiff_t ldv, REAL *out, const REAL *shrink)
 {
-#define STEP 1, p, ahead, rows, fetched, DECODE_STEP, q, k, scores, weights, v, out, shrink
-    switch (p->stored) {
-    case FMHA_HALF: DECODE_WIDTHS(FMHA_HALF, STEP); break;
-    case FMHA_BFLOAT: DECODE_WIDTHS(FMHA_BFLOAT, STEP); break;
-    default: DECODE_WIDTHS(FMHA_SAME, STEP);
-    }
-#undef STEP
+#define VALUES FMHA_NAME(values_alone), p->D, p->Dv, p, ahead, rows, 1, keys, weights, v, weights, weights, v, ldv, out, shrink
+    if (type == FMHA_OTHER) FMHA_NAME(decode_passes)(FMHA_OTHER, VALUES);
+    else DECODE_TYPES(type, VALUES)
+#undef VALUES
+}
+
+/* The same of whole steps, and in turns with it scores (rows, keys) <- q (rows, width) @ k (keys, D).T of keys that come later. */
+static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys,
+                                    const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out, const REAL *shrink)
+{
+#define TURNS p, ahead, rows, fetched, keys, q, k, scores, weights, v, p->v.stride[2], out, shrink
+    /* Heads of width 64 have loops of their own, unrolled; 128 gains nothing from them. */
+    if (p->D == 64 && p->Dv == 64) DECODE_TYPES(p->stored, FMHA_NAME(in_turns), 64, 64, TURNS)
+    else DECODE_TYPES(p->stored, FMHA_NAME(in_turns), p->D, p->Dv, TURNS)
+#undef TURNS
 }
 
 /* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns what forward_block does; careful: the firewall's
@@ -267,16 +384,15 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         total[r] = 0;
     }
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
-    const int in_turns = !lift && !careful && p->Dv == value_width && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
+    const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
+    const int in_turns = m->ahead.bytes && !lift && !careful && whole && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         REAL *scores = m->scores, *after = m->after;
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS, ready = m->ready;
         if (lift) fmha_keep_subnormal_operands();
-        for (ptrdiff_t e = ready; e < n; e += DECODE_STEP) {
-            const ptrdiff_t keys = n - e < DECODE_STEP ? n - e : DECODE_STEP;
-            FMHA_NAME(decode_scores)(p, &m->ahead, rows, keys, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + e),
-                                     FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e), scores + e);
-        }
+        if (ready < n)
+            FMHA_NAME(decode_scores)(p, &m->ahead, rows, n - ready, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + ready),
+                                     FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + ready), scores + ready);
         if (lift) FMHA_NAME(set_control)(p);
         for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
         int touched = p->bool_mask.data || p->additive_mask.data;
@@ -301,24 +417,24 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
         }
         partly |= touched;
-        ptrdiff_t e = 0;
-        for (; in_turns && e + DECODE_STEP <= n && j + DECODE_KEYS + e + DECODE_STEP <= end; e += DECODE_STEP)
-            FMHA_NAME(decode_step)(p, &m->ahead, rows, e >= ready, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + DECODE_KEYS + e),
-                                   after + e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e), out, e ? NULL : shrink);
+        /* In turns with the next block, as far as both have whole steps: values that were not fetched with their scores, and the others. */
+        ptrdiff_t e = 0, steps = in_turns ? (end - j - DECODE_KEYS < n ? end - j - DECODE_KEYS : n) / DECODE_STEP * DECODE_STEP : 0;
+        for (ptrdiff_t to = ready < steps ? ready : steps; e < steps; e = to, to = steps)
+            FMHA_NAME(decode_turns)(p, &m->ahead, rows, e >= ready, to - e, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + DECODE_KEYS + e),
+                                    after + e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e), out, e ? NULL : shrink);
         m->ready = e;
-        /* The values alone, of as many keys at a time: bits are the same wherever an item ends and however the values are stored. */
+        /* The values alone: bits are the same wherever an item ends and however the values are stored. */
+        if (e < n && whole && !(careful && touched)) {
+            FMHA_NAME(decode_values)(p->stored, p, &m->ahead, rows, n - e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
+                                     p->v.stride[2], out, e ? NULL : shrink);
+            e = n;
+        }
         for (; e < n; e += DECODE_STEP) {
             const ptrdiff_t part = n - e < DECODE_STEP ? n - e : DECODE_STEP;
-            if (value_width == p->Dv && !(careful && touched)) {
-                FMHA_NAME(decode_sums)(p->stored, rows, value_width, part, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
-                                       p->v.stride[2], out, value_width, e ? NULL : shrink);
-                continue;
-            }
             ptrdiff_t ldv;
             const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv);
             const REAL *values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), m->copy, &ld);
-            FMHA_NAME(decode_sums)(FMHA_SAME, rows, value_width, part, scores + e, (const char *)values, ld, out, value_width,
-                                   e ? NULL : shrink);
+            FMHA_NAME(decode_values)(FMHA_SAME, p, &m->ahead, rows, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
             for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
                 fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
                                     .ld = DECODE_KEYS};
@@ -338,7 +454,53 @@ static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff
     return FMHA_NAME(row_in)(p->element, &p->q, b, hkv * (p->H / p->Hkv) + r / p->Lq, r % p->Lq);
 }
 
-/* Item: chunks of keys of a key/value head. */
+/* Partial softmaxes of the chunks of key/value head `index` become one, in their order. */
+static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker)
+{
+    const fmha_problem *p = &run->p;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, group = p->H / p->Hkv, value_width = ROUND_UP(p->Dv, LANES);
+    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
+    const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);       /* the others follow, each `size` REALs on */
+    int finite = 1;
+    uint64_t tiny = 0;
+    FMHA_NAME(forward_memory) memory;
+    FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
+    FMHA_NAME(begin_item)(p);
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
+        REAL *out = p->element == FMHA_SAME ? (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, i) : memory.result + r * value_width;
+        REAL sink = FMHA_NAME(sink)(p, h), peak = sink, total = 0;
+        for (ptrdiff_t c = 0; c < chunks; c++) {
+            REAL other = first.peak[c * size + r];
+            peak = other > peak ? other : peak;
+        }
+        REAL shift = peak == NEGATIVE_INFINITY ? 0 : peak;
+        if (p->sinks) total = FMHA_NAME(exp_of)(sink - shift);
+        FMHA_NAME(fill)(p->Dv, out, 0);
+        for (ptrdiff_t c = 0; c < chunks; c++) {
+            const REAL *sums = first.sums + c * size + r * value_width, own = first.total[c * size + r];
+            REAL weight = v_lane(FMHA_NAME(exp)(v_splat(first.peak[c * size + r] - shift)), 0);
+            if (own == 0) continue;     /* no key of the chunk is attended */
+            total += weight * own;
+            for (ptrdiff_t d = 0; d < p->Dv; d += LANES)
+                v_store_n(out + d, v_load_n(out + d, p->Dv - d, 0) + v_load(sums + d) * weight, p->Dv - d);
+        }
+        FMHA_NAME(divide_row)(p->Dv, out, total);
+        finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
+        if (FMHA_NAME(tiny_row)(p->Dv, out) && total != 0) tiny |= (uint64_t)1 << r;
+        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
+    }
+    if (!finite || tiny) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
+        if (!finite) FMHA_NAME(large_rows)(run, &block, &memory, ALL_ROWS);
+        if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
+    }
+    FMHA_NAME(round_rows)(run, b, hkv, 0, rows, memory.result, ALL_ROWS);
+}
+
+/* Item: chunks of keys of a key/value head; of the only one, what it leaves becomes the result. */
 static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
@@ -382,51 +544,12 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
         m.ready = 0;
         FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, &m, &result, 1);
     }
+    if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker);
 }
 
-/* Item: one key/value head. Partial softmaxes of the chunks become one, in their order. */
+/* Item: one key/value head whose chunks were items of their own. */
 static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
-    const fmha_problem *p = &run->p;
-    const fmha_item item = fmha_item_of(&run->cut, index);
-    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, group = p->H / p->Hkv, value_width = ROUND_UP(p->Dv, LANES);
-    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
-    const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);       /* the others follow, each `size` REALs on */
-    int finite = 1;
-    uint64_t tiny = 0;
-    FMHA_NAME(forward_memory) memory;
-    FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
-    FMHA_NAME(begin_item)(p);
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
-        REAL *out = p->element == FMHA_SAME ? (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, i) : memory.result + r * value_width;
-        REAL sink = FMHA_NAME(sink)(p, h), peak = sink, total = 0;
-        for (ptrdiff_t c = 0; c < chunks; c++) {
-            REAL other = first.peak[c * size + r];
-            peak = other > peak ? other : peak;
-        }
-        REAL shift = peak == NEGATIVE_INFINITY ? 0 : peak;
-        if (p->sinks) total = FMHA_NAME(exp_of)(sink - shift);
-        FMHA_NAME(fill)(p->Dv, out, 0);
-        for (ptrdiff_t c = 0; c < chunks; c++) {
-            const REAL *sums = first.sums + c * size + r * value_width, own = first.total[c * size + r];
-            REAL weight = v_lane(FMHA_NAME(exp)(v_splat(first.peak[c * size + r] - shift)), 0);
-            if (own == 0) continue;     /* no key of the chunk is attended */
-            total += weight * own;
-            for (ptrdiff_t d = 0; d < p->Dv; d += LANES)
-                v_store_n(out + d, v_load_n(out + d, p->Dv - d, 0) + v_load(sums + d) * weight, p->Dv - d);
-        }
-        FMHA_NAME(divide_row)(p->Dv, out, total);
-        finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
-        if (FMHA_NAME(tiny_row)(p->Dv, out) && total != 0) tiny |= (uint64_t)1 << r;
-        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
-    }
-    if (!finite || tiny) {
-        FMHA_NAME(rows) block;
-        FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        if (!finite) FMHA_NAME(large_rows)(run, &block, &memory, ALL_ROWS);
-        if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
-    }
-    FMHA_NAME(round_rows)(run, b, hkv, 0, rows, memory.result, ALL_ROWS);
+    if (fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS) != 1) FMHA_NAME(merge_head)(run, index, worker);
 }

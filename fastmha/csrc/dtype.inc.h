@@ -135,9 +135,12 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef PRODUCT
 #undef BY_STORED
 #undef MICRO_PANEL
-#undef DECODE_WIDTH
-#undef DECODE_WIDTHS
-#undef DECODE_SUMS
+#undef DECODE_ABREAST
+#undef DECODE_LAST
+#undef DECODE_VECTORS
+#undef DECODE_TYPES
+#undef STORED_PARTS
+#undef STORED_HALVES_IN_PARTS
 #undef IVEC
 #undef v_load
 #undef v_store

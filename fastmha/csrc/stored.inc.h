@@ -93,11 +93,24 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(stored_load)(const in
 #endif
 }
 
-/* The first n elements from x on, zeros beyond; n >= LANES: a whole vector. */
+/* Whether a part of a vector of a type is loaded as fast as all of it. */
+#if FMHA_VECTOR_BYTES == 64 && FMHA_REAL == 32 && defined(X86_OP) && !defined(FMHA_CHECKED)
+#define STORED_HALVES_IN_PARTS 1
+#else
+#define STORED_HALVES_IN_PARTS 0
+#endif
+#define STORED_PARTS(type) ((type) == FMHA_SAME || (STORED_HALVES_IN_PARTS && (type) != FMHA_OTHER))
+
+/* The first n elements from x on, zeros beyond; n < LANES. */
 static inline VEC FMHA_NAME(stored_part)(const int type, const char *x, ptrdiff_t n)
 {
     REAL lanes[LANES];
     if (type == FMHA_SAME) return FMHA_NAME(load_part)((const REAL *)x, n, 0);
+#if STORED_HALVES_IN_PARTS
+    __m256i packed = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), x);
+    if (type == FMHA_HALF) return (VEC)_mm512_cvtph_ps(packed);
+    if (type == FMHA_BFLOAT) return (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
+#endif
     for (ptrdiff_t l = 0; l < LANES; l++) lanes[l] = l < n ? FMHA_NAME(stored_value)(type, x + l * FMHA_NAME(stored_size)(type)) : 0;
     return v_load(lanes);
 }

@@ -397,28 +397,34 @@ static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[]
 }
 #define HAVE_TRANSPOSE 1
 
-/* The sums of LANES vectors, vector i's in lane i: each round halves the vectors. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(sums)(VEC row[])
+/* Sums over lanes of many vectors: of vectors 2i and 2i + 1 lanes that differ in `bit` are added, and of both vectors one is made, the
+ * second one's in the lanes that have it; and so on, with twice the bit, until all n are row[0]. From bit 1 on, LANES vectors leave the
+ * sum of vector i in lane i. */
+static inline __attribute__((always_inline)) void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
 {
 #pragma GCC unroll 8
-    for (ptrdiff_t size = LANES / 2; size; size /= 2) {
+    for (ptrdiff_t half = n / 2, size = bit; half; half /= 2, size *= 2) {
         const IVEC second = (LANE_NUMBERS & i_splat(size)) != 0;
         const IVEC keep = LANE_NUMBERS + (second & i_splat(LANES));
         const IVEC take = LANE_NUMBERS + i_splat(size) + (second & i_splat(LANES - 2 * size));
 #pragma GCC unroll 16
-        for (ptrdiff_t i = 0; i < size; i++)
-            row[i] = __builtin_shuffle(row[i], row[i + size], keep) + __builtin_shuffle(row[i], row[i + size], take);
+        for (ptrdiff_t i = 0; i < half; i++)
+            row[i] = __builtin_shuffle(row[2 * i], row[2 * i + 1], keep) + __builtin_shuffle(row[2 * i], row[2 * i + 1], take);
     }
-    return row[0];
 }
 #else
 #define HAVE_TRANSPOSE 0
 
-static inline VEC FMHA_NAME(sums)(VEC row[])
+static inline void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
 {
-    REAL lanes[LANES];
-    for (ptrdiff_t l = 0; l < LANES; l++) lanes[l] = FMHA_NAME(sum)(row[l]);
-    return v_load(lanes);
+    for (ptrdiff_t half = n / 2, size = bit; half; half /= 2, size *= 2)
+        for (ptrdiff_t i = 0; i < half; i++) {
+            REAL pair[2][LANES], sums[LANES];
+            v_store(pair[0], row[2 * i]);
+            v_store(pair[1], row[2 * i + 1]);
+            for (ptrdiff_t l = 0; l < LANES; l++) sums[l] = pair[(l & size) != 0][l] + pair[(l & size) != 0][l ^ size];
+            row[i] = v_load(sums);
+        }
 }
 #endif
 
