@@ -226,10 +226,11 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
         offsets = validate.offsets(rules.offset, len(of_q), 0, 0, "S")
     base = len(k) + 1
     pairs, of_pair = np.unique(of_q * base + of_k, return_inverse=True)     # by one number: rows are slow to sort
-    key_bytes, group = q.shape[2] * whole.itemsize, H // Hkv if Hkv else 0
-    chosen = [choose_for(pair // base * group, pair % base, key_bytes, rules.algorithm, backward)[0] for pair in pairs.tolist()]
+    width, group = q.shape[2], H // Hkv if Hkv else 0
+    chosen = [choose_for(pair // base * group, pair % base, width, whole.itemsize, rules.algorithm, backward)[0]
+              for pair in pairs.tolist()]
     if not chosen:
-        choose_for(0, 0, key_bytes, rules.algorithm, backward)      # its errors
+        choose_for(0, 0, width, whole.itemsize, rules.algorithm, backward)      # its errors
     names = np.array(chosen, object)[of_pair.reshape(-1)]
     problem = Problem(whole.q, whole.k, whole.v, None, None, offsets, None, None, *whole.window,
                       whole.scale, whole.softcap, whole.sinks, whole.alibi, whole.draws)

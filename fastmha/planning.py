@@ -21,6 +21,11 @@ from fastmha.tuning import Tuning
 _FINEST = 1024          # parts of a length that a prediction tells apart
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 
+OF_ONE_KEY: Mapping[str, str] = MappingProxyType({
+    BLAS.name: "one key, whose weight is 1 whatever its score: gradients of the score are exactly 0 by its own sums of P and dP",
+    TILED.name: "it leaves the rounding of two sums there",
+    DECODE.name: "it has no backward pass",
+})
 ON_TILES: Mapping[str, str] = MappingProxyType({
     TILED.name: "its products run on matrix tiles", BLAS.name: "BLAS multiplies float32 by vectors",
     DECODE.name: "it multiplies by vectors: arithmetic is the limit, not memory",
@@ -102,21 +107,30 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     rows = Lq * (H // Hkv if Hkv else 0)
     if algorithm == AUTO and parts_of(problem, backward) > 0:
         return TILED.name, ON_TILES
-    return choose_for(rows, Lk, D * problem.itemsize, algorithm, backward, weights)
+    return choose_for(rows, Lk, D, problem.itemsize, algorithm, backward, weights)
 
 
-def choose_for(rows: int, Lk: int, key_bytes: int, algorithm: str, backward: bool = False,
+def choose_for(rows: int, Lk: int, D: int, itemsize: int, algorithm: str, backward: bool = False,
                weights: bool = False) -> tuple[str, Mapping[str, str]]:
-    """`choose` for so many query rows per key/value head on Lk keys of so many bytes."""
+    """`choose` for so many query rows per key/value head on Lk keys of width D, computed in items of so many bytes."""
     if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
         validate.choice("algorithm", algorithm, ALGORITHMS)
+    if algorithm == AUTO and backward and Lk == 1:
+        return BLAS.name, OF_ONE_KEY
     of = tuning.current()
-    return _choose(rows, decode_pays(rows, Lk, key_bytes, of), of, algorithm, backward, weights)
+    return _choose(rows, decode_pays(rows, Lk, D, itemsize, of), _float32_rows(rows, itemsize) <= of.decode_rows, of, algorithm, backward,
+                   weights)
 
 
-def decode_pays(rows: int, Lk: int, key_bytes: int, of: Tuning) -> bool:
-    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of so many bytes,
-    with these settings."""
+def _float32_rows(rows: int, itemsize: int) -> int:
+    """Rows of float32 that leave as much of "tiled"'s vectors empty, or fill as much of them, as these rows do."""
+    return rows * 2 if itemsize == 8 else rows
+
+
+def decode_pays(rows: int, Lk: int, D: int, itemsize: int, of: Tuning) -> bool:
+    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of width D, with these
+    settings."""
+    key_bytes, rows = D * itemsize, _float32_rows(rows, itemsize)
     for most, of_key, of_keys in of.decode:
         if rows <= most:
             return key_bytes >= of_key and Lk * key_bytes >= of_keys
@@ -124,8 +138,9 @@ def decode_pays(rows: int, Lk: int, key_bytes: int, of: Tuning) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _choose(rows: int, pays: bool, of: Tuning, algorithm: str, backward: bool, weights: bool) -> tuple[str, Mapping[str, str]]:
-    """`choose` for so many query rows per key/value head; whether "decode" pays there; with these settings."""
+def _choose(rows: int, pays: bool, few: bool, of: Tuning, algorithm: str, backward: bool,
+            weights: bool) -> tuple[str, Mapping[str, str]]:
+    """`choose` for so many query rows per key/value head; whether "decode" pays there, or might for more keys; with these settings."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
     unable = {name: _unable(record, rows, backward, weights) for name, record in BY_NAME.items()}
@@ -145,7 +160,7 @@ def _choose(rows: int, pays: bool, of: Tuning, algorithm: str, backward: bool, w
     many = f"{rows} query rows per key/value head: arithmetic is the limit, not memory"
     small = f"for {rows} query rows per key/value head it needs more bytes of keys to pay"
     slower = {BLAS.name: "scores pass through memory between two products", TILED.name: lanes,
-              DECODE.name: small if rows <= of.decode_rows else many}
+              DECODE.name: small if few else many}
     return name, MappingProxyType({name: why, **{n: unable[n] or slower[n] for n in BY_NAME if n != name}})
 
 

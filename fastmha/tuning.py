@@ -34,7 +34,8 @@ class Tuning:
     Attributes
     ----------
     decode : tuple of (rows, bytes of a key, bytes of all keys)
-        "auto" decodes up to so many query rows per key/value head, from so many bytes on; the first step for the rows counts.
+        "auto" decodes up to so many query rows of float32 per key/value head, from so many bytes on; the first step for the rows
+        counts. A row of float64 counts as two: they fill as much of the vectors of "tiled".
     one_part_forward, one_part_backward, two_parts_forward, two_parts_backward : (rows, keys)
         Query rows per key/value head, and keys, from which on attention in so many bfloat16 parts pays on matrix tiles.
     product_tiles : (rows, terms)
@@ -65,27 +66,30 @@ class Tuning:
 
     @property
     def decode_rows(self) -> int:
-        """Most query rows per key/value head that "auto" decodes."""
+        """Most query rows of float32 per key/value head that "auto" decodes."""
         return max((rows for rows, _, _ in self.decode), default=0)
 
 
 _FUSED = Tuning(
     # below, what an item costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that
     # "tiled" leaves empty
-    decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024)),
+    decode=((1, 32, 64), (2, 32, 512), (4, 64, 4096), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
     product_tiles=TILE,     # a whole tile is enough
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
+_WIDE = replace(_FUSED, decode=(        # more lanes are empty
+    (1, 32, 64), (2, 32, 512), (3, 32, 1536), (4, 32, 2048), (6, 256, 8192), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
-                    products_by_blas=not _core.BASELINE_FUSES)              # fused multiply-add there
+                    products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there
+                    decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))
 DEFAULTS: Mapping[str, Tuning] = MappingProxyType({
     "baseline": _BASELINE,
-    "avx2": _FUSED,             # one rule for vectors with fused multiply-add: the worst of the machines seen decided it
-    "avx512": _FUSED,
-    "amx": _FUSED,              # its vectors are those of AVX-512
+    "avx2": _FUSED,             # of vectors with fused multiply-add the worst of the machines seen decided
+    "avx512": _WIDE,
+    "amx": _WIDE,               # its vectors are those of AVX-512
     "amx-emulated": _BASELINE,  # for tests; its vectors are the baseline's
 })
 _OF_TILES = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward")

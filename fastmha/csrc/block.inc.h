@@ -35,7 +35,7 @@ typedef struct {
 static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
                                   ptrdiff_t rows)
 {
-    ptrdiff_t group = p->H / p->Hkv, h = hkv * group + first / p->Lq, i = first % p->Lq;
+    ptrdiff_t group = p->H / p->Hkv, h = hkv * group + first / p->Lq, i = first % p->Lq, low, high;
     block->b = b;
     block->hkv = hkv;
     block->rows = rows;
@@ -46,19 +46,39 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->j1 = 0;
     block->common0 = 0;
     block->common1 = p->Lk;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        block->head[r] = h;
+        block->query[r] = i;
+        if (++i == p->Lq) { i = 0; h++; }
+    }
+    if (!p->banded) {       /* all rows alike */
+        fmha_row_keys(p, b, 0, &low, &high);
+        for (ptrdiff_t r = 0; r < block->queries; r++) {
+            block->row0[r] = r < rows ? low : 0;
+            block->row1[r] = r < rows ? high : p->Lk;
+        }
+        for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+            block->any0[v] = low < high ? low : p->Lk;
+            block->any1[v] = low < high ? high : 0;
+            block->all0[v] = low;
+            block->all1[v] = high;
+        }
+        block->common0 = low;
+        block->common1 = high;
+        block->j0 = low < high ? low : 0;
+        block->j1 = low < high ? high : 0;
+        return;
+    }
     for (ptrdiff_t r = 0; r < block->queries; r++) {
-        ptrdiff_t low = 0, high = p->Lk;
+        low = 0, high = p->Lk;
         if (r < rows) {
-            block->head[r] = h;
-            block->query[r] = i;
-            fmha_row_keys(p, b, i, &low, &high);
+            fmha_row_keys(p, b, block->query[r], &low, &high);
             if (low < high) {
                 if (low < block->j0) block->j0 = low;
                 if (high > block->j1) block->j1 = high;
             }
             if (low > block->common0) block->common0 = low;
             if (high < block->common1) block->common1 = high;
-            if (++i == p->Lq) { i = 0; h++; }
         }
         block->row0[r] = low;
         block->row1[r] = high;

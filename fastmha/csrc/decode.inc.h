@@ -489,13 +489,19 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int work
         FMHA_NAME(divide_row)(p->Dv, out, total);
         finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
         if (FMHA_NAME(tiny_row)(p->Dv, out) && total != 0) tiny |= (uint64_t)1 << r;
-        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : shift + REAL_LOG(total);
+        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : total == total ? shift + REAL_LOG(total) : (REAL)NAN;
     }
     if (!finite || tiny) {
         FMHA_NAME(rows) block;
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
         if (!finite) FMHA_NAME(large_rows)(run, &block, &memory, ALL_ROWS);
         if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
+        /* Of several NaN in a sum, which one it becomes is the compiler's choice, another one in turns than alone: all are made alike. */
+        for (ptrdiff_t r = 0; !finite && r < rows; r++) {
+            REAL *out = FMHA_NAME(out_row)(run, &block, r, &memory);
+            for (ptrdiff_t d = 0; d < p->Dv; d++)
+                if (out[d] != out[d]) out[d] = (REAL)NAN;
+        }
     }
     FMHA_NAME(round_rows)(run, b, hkv, 0, rows, memory.result, ALL_ROWS);
 }

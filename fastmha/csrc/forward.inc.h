@@ -303,15 +303,17 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
 {
     const fmha_problem *p = &run->p;
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
-    uint64_t tiny = 0;
+    uint64_t some = 0, tiny = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
-        FMHA_NAME(divided_row)(p->Dv, out + r * block->value_width, total[r], FMHA_NAME(out_row)(run, block, r, m));
+        const REAL *sums = out + r * block->value_width;
+        FMHA_NAME(divided_row)(p->Dv, sums, total[r], FMHA_NAME(out_row)(run, block, r, m));
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
+        const REAL bound = 2 * TINY * total[r];     /* hardly a row is: looked at by what is at hand */
+        if (total[r] != 0 && p->Dv > 0 && sums[0] <= bound && sums[0] >= -bound) some |= (uint64_t)1 << r;
     }
-    for (ptrdiff_t r = 0; r < block->rows; r++)     /* by itself: to read behind a store of a part of a vector is to wait for it */
-        if (wanted >> r & 1 && total[r] != 0 && FMHA_NAME(tiny_row)(p->Dv, FMHA_NAME(out_row)(run, block, r, m)))
-            tiny |= (uint64_t)1 << r;
+    for (ptrdiff_t r = 0; r < block->rows && some >> r; r++)     /* by itself: to read behind a store of a part of a vector is to wait for it */
+        if (some >> r & 1 && FMHA_NAME(tiny_row)(p->Dv, FMHA_NAME(out_row)(run, block, r, m))) tiny |= (uint64_t)1 << r;
     return tiny;
 }
 

@@ -1,13 +1,14 @@
 """The plan: which algorithm, by lengths, widths, dtype and instruction set alone; why; and how even the work is."""
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support import draw, dtypes
 
 import fastmha
-from fastmha import _core, algorithms, reference, validate
+from fastmha import _core, algorithms, reference, tuning, validate
 from fastmha.algorithms import ALGORITHMS
 from fastmha.planning import choose, choose_layout, makespan
 
@@ -88,12 +89,32 @@ def test_many_short_sequences_are_not_decoded(isa, dtype):
     """What an item costs counts: only keys of some length pay for it, the more so the more rows there are."""
     wide = "tiled" if _core.fused_multiply_add() else "blas"
     assert plan(H=4096, Lq=8, D=64, dtype=dtype).algorithm == wide
-    assert plan(B=64, H=8, Lq=3, D=160, dtype=dtype).algorithm == wide
+    assert plan(B=64, H=8, Lq=3, D=16, dtype=dtype).algorithm == wide
     assert plan(B=1000, Lq=1, D=8, dtype=np.float32).algorithm == wide
     for D in (8, 64, 128):
         for Lq in range(1, 9):
             chosen = [plan(Lq=Lq, Lk=Lk, D=D, dtype=dtype).algorithm == "decode" for Lk in (1, 5, 30, 200, 1000, 9000)]
             assert chosen == sorted(chosen)
+
+
+def test_a_row_of_float64_counts_as_two_where_decode_is_chosen():
+    """Two fill as much of the vectors of "tiled" as one of float32 does."""
+    for rows in range(1, 7):
+        with tuning.using(replace(tuning.current(), decode=((4, 64, 1024),))):
+            chosen = {dtype: plan(H=rows, Hkv=1, Lq=1, Lk=100, D=64, dtype=dtype).algorithm for dtype in (np.float32, np.float64)}
+        assert (chosen[np.float32] == "decode") == (rows <= 4)
+        assert (chosen[np.float64] == "decode") == (rows <= 2)
+
+
+@dtypes
+def test_the_backward_pass_of_one_key_is_that_of_blas(isa, dtype):
+    """It takes its own sums of P and dP, and so leaves exact zeros where the weight is 1 whatever the score."""
+    assert plan(Lq=9, Lk=1, dtype=dtype, backward=True).algorithm == "blas"
+    q, k, v, g = draw(np.random.default_rng(0), 2, 6, 2, 9, 1, 20, 7, dtype)
+    out, lse = fastmha.attention(q, k, v, return_lse=True)
+    grad_q, grad_k, _ = fastmha.attention_backward(g, q, k, v, out, lse)
+    assert not grad_q.any() and not grad_k.any()
+    assert plan(Lq=9, Lk=2, dtype=dtype, backward=True).algorithm == ("tiled" if _core.fused_multiply_add() else "blas")
 
 
 def test_decode_is_never_chosen_for_a_backward_pass(isa):
