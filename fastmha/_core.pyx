@@ -230,12 +230,18 @@ cdef int threads_for(int threads, double terms) noexcept:
 
 cdef enum:
     EXPONENTIAL_TERMS = 16      # what a score costs beside its products, in multiply-adds
+    READ_TERMS = 2              # what "decode" pays to read a number of a key or value
 cdef double BACKWARD_TERMS = 2.5        # of a backward pass, for each of a forward pass
 
 
-cdef double attention_terms(const fmha_problem *p) noexcept:
-    """Multiply-adds of a forward pass without masks and ranges."""
-    return <double>p.B * p.H * p.Lq * p.Lk * (p.D + p.Dv + EXPONENTIAL_TERMS)
+cdef double attention_terms(const fmha_problem *p, bint is_double) noexcept:
+    """Multiply-adds of float32 in the time of a forward pass without masks and ranges, where arithmetic is the limit."""
+    return <double>p.B * p.H * p.Lq * p.Lk * (p.D + p.Dv + EXPONENTIAL_TERMS) * (2 if is_double else 1)
+
+
+cdef double decode_terms(const fmha_problem *p, bint is_double) noexcept:
+    """The same of "decode", where to read a number takes as long as to multiply it for some rows."""
+    return attention_terms(p, is_double) + <double>p.B * p.Hkv * p.Lk * (p.D + p.Dv) * READ_TERMS * (2 if is_double else 1)
 
 
 cdef char *take(char *memory, ptrdiff_t *used, ptrdiff_t bytes) noexcept nogil:
@@ -896,7 +902,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         read_array(weights, &c.weights, NULL, c.itemsize, True)
         c.weights.stride[2] = c.p.Lk
     cdef ptrdiff_t items = fmha_items(&c.cut)
-    threads = threads_for(threads, attention_terms(&c.p))
+    threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
     scratch = scratch_for(blas_layout(&c, False, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
@@ -922,7 +928,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
     if states is not None:
         c.row_states = pointer(states, True)
     cdef ptrdiff_t items = fmha_items(&c.cut)
-    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
+    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
     scratch = scratch_for(blas_layout(&c, True, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
@@ -934,9 +940,11 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
 
 # -------------------------------------------------------------------------------------------------- algorithm "tiled"
 
-def threads_of(Problem problem, bint backward, int threads):
-    """Of so many threads those that a pass over a problem is worth."""
-    return threads_for(threads, (BACKWARD_TERMS if backward else 1) * attention_terms(&problem.c))
+def threads_of(Problem problem, bint decode, bint backward, int threads):
+    """Of so many threads those that a pass over a problem is worth, forward by "decode" or another algorithm, or backward."""
+    if decode:
+        return threads_for(threads, decode_terms(&problem.c, problem.is_double))
+    return threads_for(threads, (BACKWARD_TERMS if backward else 1) * attention_terms(&problem.c, problem.is_double))
 
 
 def tiled_forward(Problem problem, out, lse, weights, int threads):
@@ -963,7 +971,7 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads) except -1:
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return 0
-    threads = threads_for(threads, attention_terms(&c.p))
+    threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
     if c.p.parts > 0 and kernels.matrix_forward != NULL:
         return matrix_forward(c, kernels, items, problem.itemsize, threads)
     if c.weights == NULL and fmha_by_runs(&c.p, threads):
@@ -1044,7 +1052,7 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, str wanted, int thread
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, items, own, whole
     cdef int mode, split
-    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p))
+    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
     split = fmha_backward_split(&c.p, threads, &whole)
     if wanted is not None:
         split = SPLITS[wanted]
@@ -1156,7 +1164,7 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     cdef ptrdiff_t size = problem.itemsize, heads = fmha_items(&merging), parts
     if heads == 0:
         return 0
-    threads = threads_for(threads, attention_terms(&c.p))
+    threads = threads_for(threads, decode_terms(&c.p, problem.is_double))
     c.cut = fmha_decode_cut(&c.p, threads)
     parts = fmha_items(&c.cut)
     # one scratch for both passes, of whichever has more items: without keys there are no chunks, but heads to merge

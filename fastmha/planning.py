@@ -337,7 +337,7 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
         contiguous = all(map(is_contiguous, (problem.q, problem.k, problem.v)))
         layout = "contiguous" if contiguous else "strided", "heads are read where they lie"
     name, reasons = choose(problem, algorithm, backward)
-    threads = _core.threads_of(problem, backward, threads)
+    threads = _core.threads_of(problem, BY_NAME[name] is DECODE, backward, threads)
     B, H, Hkv, Lq, Lk, D, Dv = problem.shape
     record, copied = BY_NAME[name], problem.bytes_copied
     if record.by_blas:
