@@ -118,8 +118,8 @@ def choose_for(rows: int, Lk: int, D: int, itemsize: int, algorithm: str, backwa
     if algorithm == AUTO and backward and Lk == 1:
         return BLAS.name, OF_ONE_KEY
     of = tuning.current()
-    return _choose(rows, decode_pays(rows, Lk, D, itemsize, of), _float32_rows(rows, itemsize) <= of.decode_rows, of, algorithm, backward,
-                   weights)
+    few = _float32_rows(rows, itemsize) <= of.decode_rows
+    return _choose(rows, decode_pays(rows, Lk, D, itemsize, of), few, of, algorithm, backward, weights)
 
 
 def _float32_rows(rows: int, itemsize: int) -> int:
@@ -128,8 +128,8 @@ def _float32_rows(rows: int, itemsize: int) -> int:
 
 
 def decode_pays(rows: int, Lk: int, D: int, itemsize: int, of: Tuning) -> bool:
-    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of width D, with these
-    settings."""
+    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of width D, with
+    these settings."""
     key_bytes, rows = D * itemsize, _float32_rows(rows, itemsize)
     for most, of_key, of_keys in of.decode:
         if rows <= most:
@@ -140,7 +140,8 @@ def decode_pays(rows: int, Lk: int, D: int, itemsize: int, of: Tuning) -> bool:
 @lru_cache(maxsize=1024)
 def _choose(rows: int, pays: bool, few: bool, of: Tuning, algorithm: str, backward: bool,
             weights: bool) -> tuple[str, Mapping[str, str]]:
-    """`choose` for so many query rows per key/value head; whether "decode" pays there, or might for more keys; with these settings."""
+    """`choose` for so many query rows per key/value head; whether "decode" pays there; whether it might for more keys; with these
+    settings."""
     if algorithm not in ALGORITHMS:
         validate.choice("algorithm", algorithm, ALGORITHMS)
     unable = {name: _unable(record, rows, backward, weights) for name, record in BY_NAME.items()}
