@@ -51,6 +51,7 @@ def settings_restored():
 
 
 def test_set_num_threads_holds_until_none():
+    fastmha.set_num_threads(None)
     default = fastmha.get_num_threads()
     fastmha.set_num_threads(3)
     assert fastmha.get_num_threads() == 3
