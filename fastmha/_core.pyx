@@ -13,19 +13,19 @@ from numpy import dtype as numpy_dtype
 
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
-    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_FINE_PARTS,
+    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS,
     FMHA_GELU, FMHA_GELU_TANH, FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE, FMHA_NO_ACTIVATION,
-    FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PARTS, FMHA_PREPARE, FMHA_RELU, FMHA_RESULTS, FMHA_ROW_STATE,
-    FMHA_SAME, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array,
-    fmha_backward_cut, fmha_backward_items, fmha_backward_split,
-    fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
+    FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_RELU, FMHA_RESULTS, FMHA_ROW_STATE,
+    FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE,
+    check_signals, fmha_array, fmha_backward_cut, fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held,
+    fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
     fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_heads, fmha_by_runs, fmha_chunks,
     fmha_cut, fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut,
-    fmha_heads_cut,
-    fmha_isa_name, fmha_isa_runs,
+    fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
     fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
     fmha_matrices_cut, fmha_norm, fmha_ordered_cut, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
-    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_task, fmha_tile_product, fmha_valid_keys,
+    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_split, fmha_task,
+    fmha_tile_product, fmha_valid_keys,
 )
 
 
@@ -1018,12 +1018,12 @@ cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t item
     return finish()
 
 
-def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, str split, int threads):
+def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, split, int threads):
     """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
     shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
-    split: "whole", "turns", "parts" or "fine parts" (backward.inc.h says what these are) whatever the threads; None: as is best
-    for these. The bits are the same.
+    split: "whole", "turns" (backward.inc.h says what these are), or the number of blocks of a share, at most 8, whatever the
+    threads; None: as is best for these. The bits are the same. On matrix tiles, and without queries, shares are "turns".
     """
     cdef fmha_run c
     c.p = problem.c
@@ -1037,50 +1037,78 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     run_tiled_backward(&c, problem, split, threads)
 
 
-SPLITS = {"whole": FMHA_WHOLE, "turns": FMHA_TURNS, "parts": FMHA_PARTS, "fine parts": FMHA_FINE_PARTS}
-
-
 def backward_split(Problem problem, int threads):
-    """(how a backward pass of "tiled" splits heads for so many threads, how many key/value heads are whole)."""
-    cdef ptrdiff_t whole
-    cdef int split = fmha_backward_split(&problem.c, threads, &whole)
-    return {number: name for name, number in SPLITS.items()}[split], whole
+    """(how a backward pass of "tiled" splits heads for so many threads, "whole", "turns" or "shares"; blocks of a share, else 0;
+    how many key/value heads are whole; the share of the threads that is busy)."""
+    cdef fmha_split split
+    split_for(&problem.c, threads, &split)
+    way = {FMHA_WHOLE: "whole", FMHA_TURNS: "turns", FMHA_SHARES: "shares"}[split.mode]
+    return way, split.share, split.whole, split.balance
 
 
-cdef int run_tiled_backward(fmha_run *c, Problem problem, str wanted, int threads) except -1:
+cdef dict splits = {}           # made before: they take as long as some blocks of work do
+MOST_SPLITS = 256
+
+
+cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except -1:
+    """`fmha_backward_split`, remembered."""
+    cdef object key, found
+    key = (threads, p.B, p.H, p.Hkv, p.Lq, p.Lk, p.parts > 0, p.left, p.right, row_numbers(p.offset if p.banded else NULL, p.B),
+           row_numbers(p.key_start, p.B), row_numbers(p.key_length, p.B))
+    found = splits.get(key)
+    if found is None:
+        split[0] = fmha_backward_split(p, threads)
+        if len(splits) >= MOST_SPLITS:
+            splits.clear()
+        splits[key] = split[0]
+    else:
+        split[0] = found
+    return 0
+
+
+cdef bytes row_numbers(const int64_t *x, ptrdiff_t many):
+    """What can be compared of one number for each batch row."""
+    return (<const char *>x)[:many * sizeof(int64_t)] if x != NULL else b""
+
+
+cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) except -1:
     cdef Scratch scratch, kept, shared
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, items, own, whole
-    cdef int mode, split
+    cdef ptrdiff_t size = problem.itemsize, items, own
+    cdef int mode
+    cdef fmha_split split
     threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
-    split = fmha_backward_split(&c.p, threads, &whole)
+    split_for(&c.p, threads, &split)
     if wanted is not None:
-        split = SPLITS[wanted]
-        whole = c.p.B * c.p.Hkv if split == FMHA_WHOLE else 0
+        split.whole = c.p.B * c.p.Hkv if wanted == "whole" else 0
+        split.share = 0 if isinstance(wanted, str) or c.p.parts > 0 or c.p.Lq == 0 else wanted
+        split.together = split.share        # as good as any
+        split.mode = FMHA_WHOLE if wanted == "whole" else FMHA_SHARES if split.share else FMHA_TURNS
+    c.share = split.share
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
-    cdef ptrdiff_t split_heads = c.p.B * c.p.Hkv - whole
+    cdef ptrdiff_t split_heads = c.p.B * c.p.Hkv - split.whole
     if split_heads > 0:
-        own = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&c.p) * size
+        own = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&c.p, c.share) * size
         kept = Scratch(split_heads * own, 1)
         c.kept = kept.start
     if split_heads > 0 and on_tiles:
         shared = Scratch(split_heads * kernels.gradient_bytes(&c.p), 1)
-        c.shared, c.first_shared = shared.start, whole
-        c.cut = kernels.matrix_cut(&c.p, whole)
+        c.shared, c.first_shared = shared.start, split.whole
+        c.cut = kernels.matrix_cut(&c.p, split.whole)
         with nogil:
             if fmha_pool_run(kernels.gradient_pack_keys, c, fmha_items(&c.cut), threads):
-                c.cut = fmha_backward_cut(&c.p, FMHA_PREPARE, whole)
+                c.cut = fmha_backward_cut(&c.p, FMHA_PREPARE, &split)
                 fmha_pool_run(kernels.gradient_pack_rows, c, fmha_items(&c.cut), threads)
         finish()
-    passes = (FMHA_WHOLE, FMHA_PREPARE, split, FMHA_RESULTS)
-    for mode in passes[:1] if split == FMHA_WHOLE else passes:
+    passes = (FMHA_WHOLE, FMHA_PREPARE, split.mode, FMHA_RESULTS)
+    for mode in passes[:1] if split.mode == FMHA_WHOLE else passes:
         c.mode = mode
-        c.cut = fmha_backward_cut(&c.p, mode, whole)
-        items = fmha_backward_items(&c.p, &c.cut, mode)
+        c.cut = fmha_backward_cut(&c.p, mode, &split)
+        items = fmha_items(&c.cut)
         if items == 0:
             continue
-        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode) * size
+        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode, c.share) * size
         scratch = scratch_for(own, items, threads)
         c.scratch, c.scratch_size = scratch.start, scratch.size
         with nogil:
@@ -1116,23 +1144,27 @@ def tile_sizes():
 def tiled_scratch(Problem problem, bint backward, int threads):
     """Bytes of scratch of the tiled algorithm: of one of so many threads, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t whole = 0, split_heads, heads = problem.c.B * problem.c.Hkv
+    cdef ptrdiff_t split_heads, heads = problem.c.B * problem.c.Hkv, of_whole, of_split, kept
     cdef bint by_heads
-    fmha_backward_split(&problem.c, threads, &whole)
-    cdef int mode = FMHA_WHOLE if whole else FMHA_TURNS
-    split_heads = heads - whole
+    cdef fmha_split split
+    split_for(&problem.c, threads, &split)
+    split_heads = heads - split.whole
     if problem.c.Hkv == 0:
         return 0, 0
     if problem.c.parts > 0 and kernels.matrix_forward != NULL:
         if backward:
-            return (kernels.gradient_scratch(&problem.c, mode) * problem.itemsize,
-                    split_heads * (kernels.gradient_bytes(&problem.c) + problem.itemsize * kernels.gradient_kept(&problem.c)))
+            of_whole = kernels.gradient_scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
+            of_split = kernels.gradient_scratch(&problem.c, split.mode, split.share) if split_heads else 0
+            kept = kernels.gradient_bytes(&problem.c) + problem.itemsize * kernels.gradient_kept(&problem.c, split.share)
+            return max(of_whole, of_split) * problem.itemsize, split_heads * kept
         by_heads = fmha_by_heads(&problem.c, threads)
         return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     if backward:
-        return (kernels.backward_scratch(&problem.c, mode) * problem.itemsize,
-                split_heads * kernels.backward_kept(&problem.c) * problem.itemsize)
+        of_whole = kernels.backward_scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
+        of_split = kernels.backward_scratch(&problem.c, split.mode, split.share) if split_heads else 0
+        kept = kernels.backward_kept(&problem.c, split.share) * problem.itemsize
+        return max(of_whole, of_split) * problem.itemsize, split_heads * kept
     cdef fmha_cut runs = fmha_runs_cut(&problem.c)
     cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
@@ -1256,7 +1288,9 @@ cdef fmha_cut packed_heads_cut(const fmha_run *run, int64_t unused) noexcept nog
 
 
 cdef fmha_cut packed_backward_cut(const fmha_run *run, int64_t whole) noexcept nogil:
-    return fmha_backward_cut(&run.p, run.mode, whole)
+    cdef fmha_split split
+    split.mode, split.whole, split.share, split.together = FMHA_TURNS, whole, 0, 0
+    return fmha_backward_cut(&run.p, run.mode, &split)
 
 
 ctypedef ptrdiff_t (*scratch_function)(const fmha_problem *) noexcept nogil
@@ -1273,7 +1307,7 @@ cdef ptrdiff_t packed_items(Packed *c, scratch_function scratch, const fmha_kern
         if own_items == 0:          # one that is split would ask the pass over whole heads for scratch by its length
             continue
         items += own_items
-        size = scratch(&own.p) if scratch != NULL else kernels.backward_scratch(&own.p, own.mode)
+        size = scratch(&own.p) if scratch != NULL else kernels.backward_scratch(&own.p, own.mode, 0)
         most[0] = max(most[0], size * c.itemsize)
     c.first[c.sequences] = items
     return items
@@ -1348,7 +1382,7 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
         sequence_run(&c, s, &own)
         c.first[c.sequences + 1 + s] = shared
         if own.cut.last > own.cut.first:
-            shared += (own.cut.last - own.cut.first) * kernels.backward_kept(&own.p) * c.itemsize
+            shared += (own.cut.last - own.cut.first) * kernels.backward_kept(&own.p, 0) * c.itemsize
     c.chunk = c.first + c.sequences + 1
     kept = Scratch(shared, 1)
     c.whole.kept = kept.start

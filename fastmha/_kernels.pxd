@@ -53,6 +53,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *weights
         fmha_array grad_out, grad_q, grad_k, grad_v, grad_mask
         int mode
+        ptrdiff_t share
         char *row_states
         char *scratch
         ptrdiff_t scratch_size
@@ -119,8 +120,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*merge_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*backward_scratch)(const fmha_problem *, int) noexcept nogil
-        ptrdiff_t (*backward_kept)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*backward_scratch)(const fmha_problem *, int, ptrdiff_t) noexcept nogil
+        ptrdiff_t (*backward_kept)(const fmha_problem *, ptrdiff_t) noexcept nogil
         void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
         void (*matrix_head)(void *, ptrdiff_t, int) noexcept nogil
@@ -133,8 +134,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*gradient_pack_rows)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_bytes)(const fmha_problem *) noexcept nogil
         void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*gradient_scratch)(const fmha_problem *, int) noexcept nogil
-        ptrdiff_t (*gradient_kept)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*gradient_scratch)(const fmha_problem *, int, ptrdiff_t) noexcept nogil
+        ptrdiff_t (*gradient_kept)(const fmha_problem *, ptrdiff_t) noexcept nogil
         ptrdiff_t (*tiles_size)(ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t,
                           void *) noexcept nogil
@@ -156,7 +157,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
     int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
-    int FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES
+    int FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS
     int FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
     ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
@@ -172,9 +173,12 @@ cdef extern from "csrc/fastmha.h" nogil:
     void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
     fmha_cut fmha_heads_cut(const fmha_problem *)
     fmha_cut fmha_forward_cut(const fmha_problem *)
-    fmha_cut fmha_backward_cut(const fmha_problem *, int mode, ptrdiff_t whole)
-    ptrdiff_t fmha_backward_items(const fmha_problem *, const fmha_cut *, int mode)
-    int fmha_backward_split(const fmha_problem *, int threads, ptrdiff_t *whole)
+    ctypedef struct fmha_split:
+        int mode
+        ptrdiff_t whole, share, together
+        double balance
+    fmha_cut fmha_backward_cut(const fmha_problem *, int mode, const fmha_split *)
+    fmha_split fmha_backward_split(const fmha_problem *, int threads)
     ptrdiff_t fmha_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
     fmha_cut fmha_ordered_cut(const fmha_problem *, int threads)

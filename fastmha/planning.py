@@ -5,7 +5,7 @@ Nothing here looks at values of q, k, v or of a mask, at the batch size or at th
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, A
 from fastmha.precision import how, parts_of
 from fastmha.tuning import Tuning
 
-_FINEST = 1024          # parts of a length that a prediction tells apart
 _ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 
 OF_ONE_KEY: Mapping[str, str] = MappingProxyType({
@@ -249,66 +248,19 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     return [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
 
 
-def _work_and_span(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, float, int]:
-    """Total work and makespan of a run, in the same unit, and the most items of a pass."""
+def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, int]:
+    """The share of the threads that is busy, and the most items of a pass."""
     if backward and BY_NAME[name] is TILED:
-        return _of_tiled_backward(problem, threads)
+        _, H, Hkv, Lq, Lk, _, _ = problem.shape
+        way, share, whole, busy = _core.backward_split(problem, threads)
+        if way == "whole":
+            return busy, whole
+        row_step, keys = TILED.tile(problem)
+        blocks = -(-Lq * (H // Hkv) // row_step)
+        return busy, -(-Lk // keys) * (-(-blocks // share) if share else 1) * (problem.shape[0] * Hkv - whole)
     passes = _passes(problem, name, backward, threads, rows)
-    return sum(float(p.sum()) for p in passes), sum(makespan(p, threads) for p in passes if p.any()), max(map(len, passes))
-
-
-def _of_tiled_backward(problem: Problem, threads: int) -> tuple[float, float, int]:
-    """`_work_and_span` in pairs of one product: of 5 a pair, of 7 where tiles and blocks are items of their own."""
-    B, H, Hkv, _, Lk, _, _ = problem.shape
-    split, whole = _core.backward_split(problem, threads)
-    of_whole = np.repeat(5.0 * (H // Hkv if Hkv else 0) * pairs(problem).sum(axis=1), Hkv)[:whole]
-    work, span = float(of_whole.sum()), makespan(of_whole, threads)
-    if split == "whole":
-        return work, span, whole
-    heads = [_PairsOfTiles(problem, n // Hkv, split == "fine parts") for n in range(whole, B * Hkv)]
-    work += 5 * sum(float(of_tile.sum()) for of in heads for of_tile in of)
-    if split == "turns":
-        span += _span_of_turns(heads, threads)
-    else:
-        tiles = np.array([[4 * of_tile.sum() for of_tile in of] for of in heads]).T.ravel()
-        blocks = np.array([3 * np.sum(list(of), axis=0)[::-1] for of in heads]).T.ravel()
-        place = np.concatenate([(np.arange(len(x)) + 0.5) / len(x) for x in (tiles, blocks)])       # both evenly
-        span += makespan(np.concatenate((tiles, blocks))[np.argsort(place, kind="stable")], threads)
-    return work, span, len(heads) * -(-Lk // TILED.tile(problem)[1])
-
-
-class _PairsOfTiles:
-    """Of each tile of keys the pairs with each block of the stacked rows of a key/value head, as its middle row has them."""
-
-    def __init__(self, problem: Problem, b: int, fine: bool) -> None:
-        _, H, Hkv, _, self.Lk, _, _ = problem.shape
-        rows, keys = TILED.tile(problem)
-        keys //= 3 if fine else 1
-        low, high = (np.tile(x[b], H // Hkv) for x in _key_ranges(problem))
-        rows, self.keys = max(rows, len(low) // _FINEST), max(keys, self.Lk // _FINEST)
-        starts = np.arange(0, len(low), rows)
-        self.rows = np.minimum(rows, len(low) - starts)
-        middle = starts + self.rows // 2
-        self.low, self.high = low[middle], high[middle]
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for key in range(0, self.Lk, self.keys):
-            end = key + self.keys
-            yield self.rows * np.maximum(0, np.minimum(self.high, end) - np.maximum(self.low, key)).astype(float)
-
-
-def _span_of_turns(heads: Sequence[Iterable[np.ndarray]], threads: int) -> float:
-    """When the last thread ends if tiles are handed out in order, the first ones of all heads first, the last of whose 5 products
-    with a block waits for that of the tile before; of each tile of each head the pairs with each block."""
-    busy, ended = np.zeros(threads), {n: np.zeros(1) for n in range(len(heads))}
-    for of_heads in zip(*heads, strict=True):
-        for n, cost in enumerate(of_heads):
-            at, until, own = busy.argmin(), 5 * cost.cumsum(), cost > 0
-            if own.any():
-                waited = np.maximum.accumulate(np.where(own, np.maximum(busy[at], ended[n] + cost - until), busy[at]))
-                ended[n] = np.where(own, until + waited, ended[n])
-                busy[at] = until[-1] + waited[-1]
-    return float(busy.max())
+    span = sum(makespan(p, threads) for p in passes if p.any())
+    return sum(float(p.sum()) for p in passes) / threads / span if span else 1.0, max(map(len, passes))
 
 
 def _pairs_of_runs(problem: Problem, items: np.ndarray) -> np.ndarray:
@@ -347,12 +299,12 @@ def make_plan(problem: Problem, algorithm: str, threads: int, backward: bool, la
     rows, keys = record.tile(problem)
     scratch, shared = record.scratch(problem, backward, threads)
     types = str(problem.element) + f" (k, v {problem.stored})" * (problem.stored != problem.element)
-    work, span, items = _work_and_span(problem, name, backward, threads, rows)
+    busy, items = _balance(problem, name, backward, threads, rows)
     used = max(1, min(threads, items))
     return Plan(
         algorithm=name, reasons=dict(reasons), isa=_core.selected_isa()[0], threads=threads, tile=(rows, keys),
         flops=int(pairs(problem).sum()) * H * (2 * (D + Dv) + (2 * (3 * D + 2 * Dv) if backward else 0)),
-        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=work / threads / span if span else 1.0,
+        bytes_copied=copied, scratch_bytes=scratch * used + shared, balance=busy,
         backward=backward, shapes=f"{types} B {B}, H {H}{f'/{Hkv}' if Hkv != H else ''}, L {Lq} x {Lk}, D {D}"
                f"{f'/{Dv}' if Dv != D else ''}, layout {problem.layout}",
         layout=layout[0], layout_reason=layout[1], products=how(problem, parts_of(problem, backward) if record is TILED else 0),

@@ -4,9 +4,9 @@
  * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block. A head is one item
  * (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
  * (FMHA_PREPARE), its tiles are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these
- * (FMHA_RESULTS). No tile waits for one that nobody works on: items are handed out in order. Where tiles are few for the threads,
- * tiles for dK and dV and blocks for dQ are items of their own (FMHA_PARTS, with smaller tiles FMHA_FINE_PARTS): these compute scores twice, but
- * nobody waits.
+ * (FMHA_RESULTS). Where tiles are few for the threads, a tile and some of the blocks are an item (FMHA_SHARES): what each of these blocks
+ * gives to dK and dV is kept, and added to the sums of the tile in turn. Nobody waits for an item that nobody works on: these are handed
+ * out in order.
  *
  * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
  * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
@@ -43,7 +43,7 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 }
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
- * (keys, width) and grad_v (keys, value width) and a copy of k; copies of a block of q and grad_out; keys and values, and rows of q and
+ * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks, and a copy of k; copies of a block of q and grad_out; keys and values, and rows of q and
  * grad_out, where they are converted; sums of P of a block that nobody reads; what is kept of all blocks of a head where it is one item. */
 typedef struct {
     REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread;
@@ -55,16 +55,16 @@ static inline ptrdiff_t FMHA_NAME(head_rows)(const fmha_problem *p)
     return ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS);
 }
 
-/* kept_rows: of which something is kept. Returns the size in REALs; without memory that is all. */
-static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kept_rows, REAL *memory, FMHA_NAME(backward_memory) *m)
+/* kept_rows: of which something is kept; sums: of a tile, so many. Returns the size in REALs; without memory that is all. */
+static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kept_rows, ptrdiff_t sums, REAL *memory, FMHA_NAME(backward_memory) *m)
 {
     ptrdiff_t used = 0, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->grad_scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->slopes = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
     m->kept = FMHA_NAME(take)(memory, &used, p->dropout.factor != 0 ? TILE_KEYS * BLOCK_ROWS : 0);
-    m->grad_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
-    m->grad_v = FMHA_NAME(take)(memory, &used, TILE_KEYS * value_width);
+    m->grad_k = FMHA_NAME(take)(memory, &used, sums * TILE_KEYS * width);
+    m->grad_v = FMHA_NAME(take)(memory, &used, sums * TILE_KEYS * value_width);
     m->copy_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
     m->copy_q = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * width);
     m->copy_grad_out = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * value_width);
@@ -85,10 +85,16 @@ static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, co
     };
 }
 
-static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode)
+/* The layout of an item of a mode. */
+static ptrdiff_t FMHA_NAME(item_layout)(const fmha_problem *p, int mode, ptrdiff_t share, REAL *memory, FMHA_NAME(backward_memory) *m)
+{
+    return FMHA_NAME(backward_layout)(p, mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0, mode == FMHA_SHARES ? share : 1, memory, m);
+}
+
+static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode, ptrdiff_t share)
 {
     FMHA_NAME(backward_memory) unused;
-    return FMHA_NAME(backward_layout)(p, mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0, NULL, &unused);
+    return FMHA_NAME(item_layout)(p, mode, share, NULL, &unused);
 }
 
 typedef struct {
@@ -396,7 +402,8 @@ static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NA
     }
 }
 
-/* The turns at a block's sums of grad_q of a head that is split: how many tiles have had theirs, and the number of this one. */
+/* The turns at sums of a head that is split, at a block's of grad_q or at a tile's of grad_k and grad_v: how many items have had theirs,
+ * and the number of this one. */
 typedef struct {
     int *taken, number;
 } FMHA_NAME(turn);
@@ -409,8 +416,13 @@ static int FMHA_NAME(wait_for)(const FMHA_NAME(turn) *turn)
     return 1;
 }
 
+static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
+{
+    if (turn->taken) __atomic_store_n(turn->taken, turn->number + 1, __ATOMIC_RELEASE);
+}
+
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
- * latter two without the factor scale; NULL where not wanted. turn: at grad_q, waited for where it is not NULL. */
+ * latter two without the factor scale; grad_q at its turn. */
 static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                       ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
 {
@@ -421,34 +433,32 @@ static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
     if (banded < 0) return;
     FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, n, p->softcap != 0 ? w->m.slopes : NULL);
-    for (ptrdiff_t q = 0; grad_v && p->dropout.factor != 0 && q < queries; q += LANES)
+    for (ptrdiff_t q = 0; p->dropout.factor != 0 && q < queries; q += LANES)
         for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)
             v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
-    if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
-        int finite = w->grad_out_finite || !touched;
-        const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
-        FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, grad_v);
-        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
+    /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
+    int finite = w->grad_out_finite || !touched;
+    const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
+    FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, grad_v);
+    if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
+    /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
+    finite = w->q_finite || !touched;
+    rows = FMHA_NAME(block_matrix)(p, &p->q, block, p->D, finite, w->m.copy_q, &ld);
+    FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
+    if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
+    /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
+    if (!FMHA_NAME(wait_for)(turn)) return;
+    finite = w->k_finite || !touched;
+    FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
+    rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
+    if (!banded) FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
+    for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
+        ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
+        ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
+        if (many) FMHA_NAME(product_columns_add)(own, width, many, g + low * queries + q, queries, rows + low * ld, ld,
+                                                 grad_q + q * width, width);
     }
-    if (grad_k) {       /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
-        int finite = w->q_finite || !touched;
-        const REAL *rows = FMHA_NAME(block_matrix)(p, &p->q, block, p->D, finite, w->m.copy_q, &ld);
-        FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
-        if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
-    }
-    if (grad_q && FMHA_NAME(wait_for)(turn)) {       /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
-        int finite = w->k_finite || !touched;
-        FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
-        const REAL *rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
-        if (!banded) FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
-        for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
-            ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
-            ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
-            if (many) FMHA_NAME(product_columns_add)(own, width, many, g + low * queries + q, queries, rows + low * ld, ld,
-                                                     grad_q + q * width, width);
-        }
-        if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
-    }
+    if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
 }
 
 /* to <- factor * from. */
@@ -489,41 +499,50 @@ static int FMHA_NAME(row_is_empty)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
 #include "matrix_backward.inc.h"
 #endif
 
+/* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles have had
+ * their turn at each block, and what was found finite in it; of shares, how many have had theirs at each tile, and its sums of grad_k
+ * (keys, width) and grad_v (keys, value width). */
+typedef struct {
+    FMHA_NAME(packed) packed;
+    REAL *grad_q, *grad_k, *grad_v;
+    int *taken, *finite, *shares_taken;
+} FMHA_NAME(split_head);
+
 /* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are
- * `packed` and `grad_q`, the sums on matrix tiles; taken: of each block how many tiles have had their turn at its sums, or NULL. */
+ * `packed` and `grad_q`, the sums on matrix tiles; of a head that is split, `split`. */
 typedef struct {
     FMHA_NAME(backward) w;
     fmha_item item;
     ptrdiff_t last_row, last_key, width, value_width;
     FMHA_NAME(packed) packed;
-    int *taken, *finite;                /* finite: of each block */
+    FMHA_NAME(split_head) split;
     int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
-    int wants_q;
-    REAL *grad_q, *sums_k, *sums_v;     /* these two: of a tile, NULL where not wanted */
+    REAL *grad_q;
+    ptrdiff_t share;                    /* blocks, or 0: the head is not split so */
 #if FMHA_TILES
     FMHA_NAME(gradient_memory) tiles;
     FMHA_NAME(gradient_chunk) chunk;
 #endif
 } FMHA_NAME(gradients);
 
-/* Elements that the items of a head which is split share: what is kept of its blocks, their sums on matrix tiles, the turns, and what
- * was found finite. */
-static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(packed) *packed, REAL **grad_q, int **taken, int **finite)
+/* The memory of a head that is split, into shares or, where share is 0, not; returns the elements, without memory that is all. */
+static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share, REAL *memory, FMHA_NAME(split_head) *to)
 {
-    const ptrdiff_t rows = FMHA_NAME(head_rows)(p);
-    ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, packed);
-    *grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
-    *taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
-    *finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), tiles = share ? fmha_parts(p->Lk, TILE_KEYS) : 0;
+    ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, &to->packed);
+    to->grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
+    to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    to->finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, tiles);
+    to->grad_k = FMHA_NAME(take)(memory, &used, tiles * TILE_KEYS * ROUND_UP(p->D, LANES));
+    to->grad_v = FMHA_NAME(take)(memory, &used, tiles * TILE_KEYS * ROUND_UP(p->Dv, LANES));
     return ROUND_UP(used, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL));
 }
 
-static ptrdiff_t FMHA_NAME(backward_kept)(const fmha_problem *p)
+static ptrdiff_t FMHA_NAME(backward_kept)(const fmha_problem *p, ptrdiff_t share)
 {
-    FMHA_NAME(packed) unused;
-    REAL *unused_sums;
-    int *unused_turns, *unused_flags;
-    return FMHA_NAME(split_layout)(p, NULL, &unused, &unused_sums, &unused_turns, &unused_flags);
+    FMHA_NAME(split_head) unused;
+    return FMHA_NAME(split_layout)(p, share, NULL, &unused);
 }
 
 /* The block whose first row is i0, what is kept of it, and which of its rows are left to vectors, a bit each. */
@@ -607,8 +626,9 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     FMHA_NAME(packed) own;
     const ptrdiff_t i0 = x->item.i0;
     const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
-    x->taken[i0 / BLOCK_ROWS] = 0;
-    x->finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
+    if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, TILE_KEYS) * sizeof(int));
+    x->split.taken[i0 / BLOCK_ROWS] = 0;
+    x->split.finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
     memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     FMHA_NAME(begin_block)(x, &block, &own, wanted);
@@ -621,16 +641,24 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     FMHA_NAME(mend_block)(x, &block, &own, wanted);
 }
 
+/* total (rows, width) <- total + each of so many sums, one after the other; the first share begins with zeros. */
+static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, REAL *const *sums, int first, REAL *total)
+{
+    for (ptrdiff_t e = 0; e < rows * width; e += LANES) {
+        VEC all = first ? v_splat(0) : v_load(total + e);
+        for (int m = 0; m < many; m++) all = all + v_load(sums[m] + e);
+        v_store(total + e, all);
+    }
+}
+
 /* Tile j .. j+n and the item's blocks; first: none of these has been prepared. */
 static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
 {
     const fmha_run *run = x->w.run;
     const fmha_problem *p = &run->p;
-    if (x->sums_k) {
-        const ptrdiff_t summed = x->matrix ? TILE_KEYS : n;
-        memset(x->sums_k, 0, (size_t)(summed * x->width) * sizeof(REAL));
-        memset(x->sums_v, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
-    }
+    const ptrdiff_t of_k = TILE_KEYS * x->width, of_v = TILE_KEYS * x->value_width, summed = x->matrix ? TILE_KEYS : n;
+    REAL *sums_k[FMHA_MOST_SHARE] = {x->w.m.grad_k}, *sums_v[FMHA_MOST_SHARE] = {x->w.m.grad_v};
+    int many = 0;       /* sums: one, or one for each block of a share that has met some keys */
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
 #endif
@@ -641,28 +669,46 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         if (first) FMHA_NAME(begin_block)(x, &block, &own, wanted);
         ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
         if (low >= high) continue;
-        const FMHA_NAME(turn) turn = {x->taken ? x->taken + i0 / BLOCK_ROWS : NULL, (int)(j / TILE_KEYS - block.j0 / TILE_KEYS)};
+        const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / TILE_KEYS - block.j0 / TILE_KEYS)};
         if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
+        if (many == 0 || x->share) {
+            sums_k[many] = x->w.m.grad_k + many * of_k;
+            sums_v[many] = x->w.m.grad_v + many * of_v;
+            memset(sums_k[many], 0, (size_t)(summed * x->width) * sizeof(REAL));
+            memset(sums_v[many++], 0, (size_t)(summed * x->value_width) * sizeof(REAL));
+        }
+        REAL *to_k = sums_k[many - 1], *to_v = sums_v[many - 1];
 #if FMHA_TILES
         if (x->matrix) {
             FMHA_NAME(gradient_rows) rows;
             FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
-            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, x->sums_k, x->sums_v,
-                                        x->wants_q ? x->grad_q + i0 * x->width : NULL, &turn);
+            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, to_k, to_v, x->grad_q + i0 * x->width, &turn);
         }
 #endif
         if (wanted)
-            FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, x->sums_k ? x->sums_k + (low - j) * x->width : NULL,
-                                      x->sums_v ? x->sums_v + (low - j) * x->value_width : NULL, x->wants_q ? own.grad_q : NULL, &turn);
-        if (x->taken && x->wants_q && FMHA_NAME(wait_for)(&turn)) __atomic_store_n(turn.taken, turn.number + 1, __ATOMIC_RELEASE);
+            FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, to_k + (low - j) * x->width, to_v + (low - j) * x->value_width,
+                                      own.grad_q, &turn);
+        if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn)(&turn);
     }
-    if (x->sums_k) {
-        REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
-        char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
-        char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
-        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, x->sums_k, x->width, to_k, run->grad_k.stride[2]);
-        FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, x->sums_v, x->value_width, to_v, run->grad_v.stride[2]);
+    if (x->share) {
+        const FMHA_NAME(turn) turn = {x->split.shares_taken + j / TILE_KEYS, (int)(x->item.i0 / (x->share * BLOCK_ROWS))};
+        REAL *total_k = x->split.grad_k + j * x->width, *total_v = x->split.grad_v + j * x->value_width;
+        if (!FMHA_NAME(wait_for)(&turn)) return;
+        FMHA_NAME(add_sums)(n, x->width, many, sums_k, turn.number == 0, total_k);
+        FMHA_NAME(add_sums)(n, x->value_width, many, sums_v, turn.number == 0, total_v);
+        FMHA_NAME(end_turn)(&turn);
+        if (x->last_row < run->cut.rows) return;
+        sums_k[0] = total_k;
+        sums_v[0] = total_v;
+    } else if (many == 0) {
+        memset(sums_k[0], 0, (size_t)(n * x->width) * sizeof(REAL));
+        memset(sums_v[0], 0, (size_t)(n * x->value_width) * sizeof(REAL));
     }
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
+    char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
+    char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
+    FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums_k[0], x->width, to_k, run->grad_k.stride[2]);
+    FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums_v[0], x->value_width, to_v, run->grad_v.stride[2]);
 }
 
 /* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
@@ -732,8 +778,8 @@ static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
     const ptrdiff_t b = x->item.b, hkv = x->item.h, group = p->H / p->Hkv;
     ptrdiff_t valid0, valid1;
     int finite = ALL_FINITE;
-    if (x->left && FMHA_NAME(removes_pairs)(p) && x->finite) {
-        for (ptrdiff_t n = 0; n < FMHA_NAME(head_rows)(p) / BLOCK_ROWS; n++) finite &= x->finite[n];
+    if (x->left && FMHA_NAME(removes_pairs)(p) && x->split.finite) {
+        for (ptrdiff_t n = 0; n < FMHA_NAME(head_rows)(p) / BLOCK_ROWS; n++) finite &= x->split.finite[n];
     } else if (x->left && FMHA_NAME(removes_pairs)(p)) {
         fmha_valid_keys(p, b, &valid0, &valid1);
         finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, b, hkv, valid0, valid1);
@@ -748,15 +794,13 @@ static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
 static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
 {
     const fmha_problem *p = &run->p;
-    fmha_cut cut = run->cut;
-    int mode = run->mode;
-    if (mode == FMHA_PARTS || mode == FMHA_FINE_PARTS) cut = fmha_part_cut(p, &run->cut, &index, &mode);
-    const fmha_item item = fmha_item_of(&cut, index);
+    const int mode = run->mode;
+    const fmha_item item = fmha_item_of(&run->cut, index);
     FMHA_NAME(gradients) x = {
-        .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = cut.rows <= FMHA_DECODE_ROWS},
+        .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
         .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
-        .wants_q = mode != FMHA_KEYS,
+        .share = mode == FMHA_WHOLE ? 0 : run->share,
     };
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
 #if FMHA_TILES
@@ -769,10 +813,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         x.w.run = &own;
     }
 #endif
-    ptrdiff_t used = FMHA_NAME(backward_layout)(p, mode == FMHA_WHOLE ? FMHA_NAME(head_rows)(p) : 0, scratch, &x.w.m);
+    ptrdiff_t used = FMHA_NAME(item_layout)(p, mode, run->share, scratch, &x.w.m);
     FMHA_NAME(begin_item)(p);
     x.packed = x.w.m.packed;
-    if (mode != FMHA_QUERIES) x.sums_k = x.w.m.grad_k, x.sums_v = x.w.m.grad_v;
 #if FMHA_TILES
     if (matrix) {
         FMHA_NAME(gradient_layout)(p, mode, scratch + ROUND_UP(used, LANES), &x.tiles);
@@ -783,7 +826,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
 #endif
     if (mode != FMHA_WHOLE) {
         const ptrdiff_t head = item.b * p->Hkv + item.h - run->cut.first;
-        FMHA_NAME(split_layout)(p, (REAL *)run->kept + head * FMHA_NAME(backward_kept)(p), &x.packed, &x.grad_q, &x.taken, &x.finite);
+        FMHA_NAME(split_layout)(p, run->share, (REAL *)run->kept + head * FMHA_NAME(backward_kept)(p, run->share), &x.split);
+        x.packed = x.split.packed;
+        x.grad_q = x.split.grad_q;
     }
     if (mode == FMHA_RESULTS) {
         FMHA_NAME(write_blocks)(&x);
@@ -804,9 +849,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     } else if (mode == FMHA_PREPARE) {
         FMHA_NAME(prepare_item)(&x);
     } else {
-        if (mode != FMHA_TURNS) x.taken = NULL;
-        for (ptrdiff_t j = item.j0; j < x.last_key; j += TILE_KEYS)
-            FMHA_NAME(gradient_tile_item)(&x, j, x.last_key - j < TILE_KEYS ? x.last_key - j : TILE_KEYS, 0);
+        FMHA_NAME(gradient_tile_item)(&x, item.j0, item.cols, 0);
     }
 #if FMHA_TILES
     if (matrix) t_release();
@@ -832,7 +875,7 @@ static void FMHA_NAME(matrix_backward)(void *context, ptrdiff_t index, int worke
  * run over all batch rows, heads and queries. */
 static ptrdiff_t FMHA_NAME(mask_gradient_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(backward_memory) *m, double **sums)
 {
-    ptrdiff_t used = FMHA_NAME(backward_layout)(p, BLOCK_ROWS, memory, m);
+    ptrdiff_t used = FMHA_NAME(backward_layout)(p, BLOCK_ROWS, 1, memory, m);
     *sums = (double *)FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS * (ptrdiff_t)(sizeof(double) / sizeof(REAL)));
     return used;
 }

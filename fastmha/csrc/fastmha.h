@@ -115,11 +115,15 @@ typedef struct {
 #define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
 /* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to prepare, a
- * tile of its keys with turns at grad_q, a tile or a block without (a pass of FMHA_PARTS is over both, of FMHA_FINE_PARTS tiles are
- * small), a block to write. */
-enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS, FMHA_RESULTS, FMHA_KEYS, FMHA_QUERIES };
-#define FMHA_FINE_KEYS (FMHA_TILE_KEYS / 3)
-#define FMHA_SPLIT_COST 3       /* of the passes before and behind, in products of a block and a tile */
+ * tile of its keys with turns at grad_q, a share of the blocks on a tile with turns at the sums of that, too, a block to write. */
+enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
+
+/* In products of a block and a tile: what the passes before and behind cost; of a share, the way of the tile's sums from one thread to
+ * the next, and of each of its blocks what that adds to them. */
+#define FMHA_SPLIT_COST 3
+#define FMHA_MOST_SHARE 8       /* blocks */
+#define FMHA_SUMS_COST 0.1
+#define FMHA_ADDED_COST 0.15
 
 /* What the items of one pass of "tiled" or "decode" share. */
 typedef struct {
@@ -131,6 +135,7 @@ typedef struct {
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
     fmha_array grad_mask;       /* of an additive mask, in its shape: a pass of its own behind the others of backward */
     int mode;                   /* backward only */
+    ptrdiff_t share;            /* blocks of a share, where heads are split into these; else 0 */
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
@@ -199,8 +204,8 @@ typedef struct {
     void (*decode_merge)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*merge_scratch)(const fmha_problem *p);
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode);
-    ptrdiff_t (*backward_kept)(const fmha_problem *p);     /* elements of a head that is split */
+    ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode, ptrdiff_t share);
+    ptrdiff_t (*backward_kept)(const fmha_problem *p, ptrdiff_t share);    /* elements of a head that is split */
     /* The gradient of the additive mask, from the row states that either backward has left. */
     void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
@@ -219,8 +224,8 @@ typedef struct {
     void (*gradient_pack_rows)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*gradient_bytes)(const fmha_problem *p);
     void (*matrix_backward)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode);
-    ptrdiff_t (*gradient_kept)(const fmha_problem *p);       /* as backward_kept */
+    ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode, ptrdiff_t share);
+    ptrdiff_t (*gradient_kept)(const fmha_problem *p, ptrdiff_t share);       /* as backward_kept */
 
     /* Products of matrices on tiles: elements of a packed operand's part, packing some of its rows or columns, a slice of the result. */
     ptrdiff_t (*tiles_size)(ptrdiff_t outer, ptrdiff_t terms);
@@ -378,101 +383,26 @@ static inline int fmha_by_runs(const fmha_problem *p, int threads)
     return !fmha_busy(blocks, threads);
 }
 
-/* The first `whole` heads are items of FMHA_WHOLE; the others are split. */
-static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, ptrdiff_t whole)
+/* How the heads of a backward pass are split: the first `whole` are items of FMHA_WHOLE, the others in FMHA_TURNS or FMHA_SHARES, of so
+ * many blocks on so many tiles `together`, else 0. Mode FMHA_WHOLE: none is split. balance: the share of the threads that is busy. */
+typedef struct {
+    int mode;
+    ptrdiff_t whole, share, together;
+    double balance;
+} fmha_split;
+
+fmha_split fmha_backward_split(const fmha_problem *p, int threads);
+
+static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, const fmha_split *split)
 {
-    const int by_rows = mode == FMHA_PREPARE || mode == FMHA_QUERIES || mode == FMHA_RESULTS;
-    fmha_cut cut = by_rows ? fmha_forward_cut(p) : fmha_heads_cut(p);
-    if (whole > cut.last) whole = cut.last;
+    fmha_cut cut = mode == FMHA_PREPARE || mode == FMHA_RESULTS ? fmha_forward_cut(p) : fmha_heads_cut(p);
+    const ptrdiff_t whole = split->whole < cut.last ? split->whole : cut.last;
     if (mode == FMHA_WHOLE) cut.last = whole;
     else cut.first = whole;
-    if (mode == FMHA_TURNS || mode == FMHA_PARTS) cut.col_step = FMHA_TILE_KEYS;
-    if (mode == FMHA_FINE_PARTS) cut.col_step = FMHA_FINE_KEYS;
-    cut.heads_inside = 1;       /* with causality the first tiles, and the last blocks, of all heads are the longest */
+    if (mode == FMHA_TURNS || mode == FMHA_SHARES) cut.col_step = FMHA_TILE_KEYS;
+    if (mode == FMHA_SHARES) cut.row_step = split->share * FMHA_BLOCK_ROWS, cut.together = split->together;
+    cut.heads_inside = 1;       /* with causality the first tiles of all heads are the longest */
     return cut;
-}
-
-/* In products of a whole block and a whole tile: what a head costs by one product, and by one its longest tile and its longest block. */
-typedef struct {
-    double head, tile, block;
-} fmha_costs;
-
-#define FMHA_SAMPLES 32     /* of blocks and of tiles of a head, evenly: by them the cost of causality and windows is judged */
-
-static inline fmha_costs fmha_costs_of(const fmha_problem *p)
-{
-    const ptrdiff_t rows = fmha_heads_cut(p).rows, tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), blocks = fmha_parts(rows, FMHA_BLOCK_ROWS);
-    const double all_keys = (double)p->Lk / FMHA_TILE_KEYS, all_rows = (double)rows / FMHA_BLOCK_ROWS;
-    fmha_costs costs = {all_keys * all_rows, all_keys < 1 ? all_keys * all_rows : all_rows, all_rows < 1 ? all_keys * all_rows : all_keys};
-    if (!p->banded || tiles == 0 || blocks == 0) return costs;
-    const ptrdiff_t some_tiles = tiles < FMHA_SAMPLES ? tiles : FMHA_SAMPLES, some_blocks = blocks < FMHA_SAMPLES ? blocks : FMHA_SAMPLES;
-    double of_block[FMHA_SAMPLES] = {0};
-    costs = (fmha_costs){0, 0, 0};
-    for (ptrdiff_t t = 0; t < some_tiles; t++) {
-        const ptrdiff_t low = t * tiles / some_tiles * FMHA_TILE_KEYS, high = low + FMHA_TILE_KEYS < p->Lk ? low + FMHA_TILE_KEYS : p->Lk;
-        double of_tile = 0;
-        for (ptrdiff_t n = 0; n < some_blocks; n++) {
-            const ptrdiff_t middle = n * blocks / some_blocks * FMHA_BLOCK_ROWS + FMHA_BLOCK_ROWS / 2;
-            ptrdiff_t j0, j1;
-            fmha_row_keys(p, 0, (middle < rows ? middle : rows - 1) % p->Lq, &j0, &j1);
-            const ptrdiff_t from = j0 > low ? j0 : low, to = j1 < high ? j1 : high;
-            const double cost = to > from ? (double)(to - from) / FMHA_TILE_KEYS : 0;
-            of_tile += cost;
-            of_block[n] += cost;
-        }
-        costs.head += of_tile;
-        if (of_tile > costs.tile) costs.tile = of_tile;
-    }
-    for (ptrdiff_t n = 0; n < some_blocks; n++)
-        if (of_block[n] > costs.block) costs.block = of_block[n];
-    costs.head *= all_rows / (double)some_blocks * ((double)tiles / (double)some_tiles);
-    costs.tile *= all_rows / (double)some_blocks;
-    costs.block *= (double)tiles / (double)some_tiles;
-    return costs;
-}
-
-/* How many heads are items of their own, and how the others are best split for so many threads; FMHA_WHOLE where none is. Whole heads
- * are as many for each thread. Times are in products as above, of which a pair has 5, or 7 in FMHA_PARTS, some of them smaller. */
-static inline int fmha_backward_split(const fmha_problem *p, int threads, ptrdiff_t *whole)
-{
-    static const int modes[] = {FMHA_WHOLE, FMHA_TURNS, FMHA_PARTS, FMHA_FINE_PARTS};
-    const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), each = left ? threads / left : 0;
-    *whole = heads;
-    if (threads == 1 || left == 0) return FMHA_WHOLE;
-    const fmha_costs costs = fmha_costs_of(p);
-    const double work = (double)left * costs.head / threads, rounds = (double)((left * tiles + threads - 1) / threads);
-    const double missing = left == 1 && tiles % threads == 1 ? (double)tiles * costs.tile - costs.head : 0;    /* of the last tile, alone */
-    const double longest[] = {0, 5 * costs.tile + (double)(tiles - 1), 4 * costs.tile, 4 * costs.tile * FMHA_FINE_KEYS / FMHA_TILE_KEYS};
-    /* each tile waits for the one before; without a band the longest threads have whole rounds of tiles */
-    double time[] = {5 * costs.head, p->banded ? 5 * work : 5 * (costs.tile * rounds - missing) + (double)(each < tiles ? each : tiles) - 1,
-                     7.5 * work, 8 * work};
-    int best = 0;
-    for (int n = 1; n < 4 - (p->parts > 0); n++) {      /* what matrix tiles take of keys is not cut */
-        if (time[n] < longest[n]) time[n] = longest[n];
-        if (n > 1 && time[n] < 3 * costs.block) time[n] = 3 * costs.block;
-        time[n] += FMHA_SPLIT_COST;
-        if (time[n] < time[best]) best = n;
-    }
-    if (best) *whole = heads - left;
-    return modes[best];
-}
-
-/* The items of a pass, those of FMHA_PARTS tiles and blocks together. */
-static inline ptrdiff_t fmha_backward_items(const fmha_problem *p, const fmha_cut *cut, int mode)
-{
-    const fmha_cut blocks = fmha_backward_cut(p, FMHA_QUERIES, cut->first);
-    return fmha_items(cut) + (mode == FMHA_PARTS || mode == FMHA_FINE_PARTS ? fmha_items(&blocks) : 0);
-}
-
-/* What item `index` of FMHA_PARTS is: *mode and, in its cut, *index. Tiles and blocks alternate: with causality both begin with the
- * longest. */
-static inline fmha_cut fmha_part_cut(const fmha_problem *p, const fmha_cut *cut, ptrdiff_t *index, int *mode)
-{
-    const fmha_cut blocks = fmha_backward_cut(p, FMHA_QUERIES, cut->first);
-    const ptrdiff_t tiles = fmha_items(cut), all = tiles + fmha_items(&blocks), n = *index, before = n * tiles / all;
-    *mode = (n + 1) * tiles / all > before ? FMHA_KEYS : FMHA_QUERIES;
-    *index = *mode == FMHA_KEYS ? before : n - before;
-    return *mode == FMHA_KEYS ? *cut : blocks;
 }
 
 /* Of an additive mask's gradient, in the shape of the mask: the strides of an axis that is broadcast are 0. */

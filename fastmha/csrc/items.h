@@ -12,6 +12,7 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first: with causality they have the most keys */
     int heads_inside;               /* heads change first, else last */
+    ptrdiff_t together;             /* of a head so many parts of the columns change first, then rows, then the others; 0: all columns */
 } fmha_cut;
 
 /* Rows i0 .. i0+rows and columns j0 .. j0+cols of head h of batch row b. */
@@ -31,7 +32,7 @@ static inline ptrdiff_t fmha_items(const fmha_cut *cut)
     return (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
 }
 
-/* Columns change first, then rows, then heads; or heads, columns, rows. */
+/* Columns change first, then rows, then heads; or as heads_inside and together say. */
 static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 {
     const ptrdiff_t row_parts = fmha_parts(cut->rows, cut->row_step), col_parts = fmha_parts(cut->cols, cut->col_step);
@@ -40,8 +41,16 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
         const ptrdiff_t heads = cut->last - cut->first;
         head = n / heads + n % heads * row_parts * col_parts;
     }
-    if (col_parts > 1) col = head % col_parts, head /= col_parts;
-    if (row_parts > 1) row = head % row_parts, head /= row_parts;
+    if (cut->together && row_parts > 1 && col_parts > 1) {
+        const ptrdiff_t place = head % (row_parts * col_parts), first = place / (row_parts * cut->together) * cut->together;
+        const ptrdiff_t cols = col_parts - first < cut->together ? col_parts - first : cut->together, own = place - first * row_parts;
+        row = own / cols;
+        col = first + own % cols;
+        head /= row_parts * col_parts;
+    } else {
+        if (col_parts > 1) col = head % col_parts, head /= col_parts;
+        if (row_parts > 1) row = head % row_parts, head /= row_parts;
+    }
     head += cut->first;
     fmha_item item = {
         .b = head / cut->heads, .h = head % cut->heads,

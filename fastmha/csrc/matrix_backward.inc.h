@@ -193,11 +193,11 @@ static ptrdiff_t FMHA_NAME(gradient_layout)(const fmha_problem *p, int mode, REA
 }
 
 /* Of a whole head, its operands come first. */
-static ptrdiff_t FMHA_NAME(gradient_scratch)(const fmha_problem *p, int mode)
+static ptrdiff_t FMHA_NAME(gradient_scratch)(const fmha_problem *p, int mode, ptrdiff_t share)
 {
     FMHA_NAME(gradient_memory) unused;
     const ptrdiff_t operands = mode == FMHA_WHOLE ? FMHA_NAME(gradient_bytes)(p) / (ptrdiff_t)sizeof(REAL) : 0;
-    return operands + FMHA_NAME(backward_scratch)(p, mode) + LANES + FMHA_NAME(gradient_layout)(p, mode, NULL, &unused);
+    return operands + FMHA_NAME(backward_scratch)(p, mode, share) + LANES + FMHA_NAME(gradient_layout)(p, mode, NULL, &unused);
 }
 
 /* Scores and grad_weights (keys, queries), of two vectors of queries or one and keys [low, high), -> P^T and dS^T as operands; keys in
@@ -293,7 +293,7 @@ static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t depth
 }
 
 /* One block against keys [low, high) of a tile that begins at key j: adds to the tile's grad_v (keys, Dv) and grad_k (keys, D) and to
- * grad_q^T (D, queries), at its turn; NULL where not wanted. */
+ * grad_q^T (D, queries), at its turn. */
 static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(gradient_chunk) *chunk,
     const FMHA_NAME(gradient_rows) *rows, const FMHA_NAME(backward_memory) *w, const FMHA_NAME(gradient_memory) *m, ptrdiff_t j, ptrdiff_t low,
     ptrdiff_t high, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
@@ -335,13 +335,12 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
                 if (kept) v_store(kept + k * queries + v * LANES, v_splat(0));
             }
     FMHA_NAME(gradient_operands)(p, &attended, queries, (REAL)(natural ? LOG2_E : p->scale * LOG2_E), natural, s, g, slope, kept, rows, m);
-    if (grad_v) {       /* grad_v (keys, Dv) <- grad_v + P^T (keys, queries) @ grad_out (queries, Dv) */
-        FMHA_NAME(add_by_keys)(&attended, depth, whole, value_width, &m->weights, &rows->grad_out_down, grad_v + skip * value_width);
-        /* grad_k (keys, D) <- grad_k + dS^T (keys, queries) @ q (queries, D) */
-        FMHA_NAME(add_by_keys)(&attended, depth, whole, width, &m->grad_scores, &rows->q_down, grad_k + skip * width);
-    }
+    /* grad_v (keys, Dv) <- grad_v + P^T (keys, queries) @ grad_out (queries, Dv) */
+    FMHA_NAME(add_by_keys)(&attended, depth, whole, value_width, &m->weights, &rows->grad_out_down, grad_v + skip * value_width);
+    /* grad_k (keys, D) <- grad_k + dS^T (keys, queries) @ q (queries, D) */
+    FMHA_NAME(add_by_keys)(&attended, depth, whole, width, &m->grad_scores, &rows->q_down, grad_k + skip * width);
     /* grad_q^T (D, queries) <- grad_q^T + k^T (D, keys) @ dS^T (keys, queries) */
-    if (!grad_q || !FMHA_NAME(wait_for)(turn)) return;
+    if (!FMHA_NAME(wait_for)(turn)) return;
     for (ptrdiff_t t = 0; t < times; t++) {
         const ptrdiff_t low = attended.low[t] / TILE_TERMS, terms = attended.high[t] / TILE_TERMS - low, wide = banded ? TWO_GROUPS(queries, 2 * t) : columns;
         const FMHA_NAME(operand) across = FMHA_NAME(operand_at)(&chunk->keys_across, 0, skip / TILE_TERMS + low), down = FMHA_NAME(operand_at)(&m->grad_scores_down, 2 * t, low);

@@ -207,7 +207,8 @@ static void give_scratch(fmha_run *run, ptrdiff_t bytes, int threads)
 }
 
 enum { OUT, LSE, WEIGHTS, GRAD_Q, GRAD_K, GRAD_V, RESULTS };
-enum { TILED, TILED_WEIGHTS, DECODE, BACKWARD, BACKWARD_TURNS, BACKWARD_PARTS };
+enum { TILED, TILED_WEIGHTS, DECODE, BACKWARD, BACKWARD_TURNS, BACKWARD_SHARES };
+#define SHARE 2     /* blocks */
 
 static void forward(const kind *t, fmha_run *run, int way, int threads)
 {
@@ -254,15 +255,20 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
         run->cut = fmha_forward_cut(&run->p);
         fmha_pool_run(kernels->gradient_pack_rows, run, fmha_items(&run->cut), threads);
     }
-    const int modes[] = {FMHA_WHOLE, FMHA_PREPARE, way == BACKWARD_TURNS ? FMHA_TURNS : FMHA_PARTS, FMHA_RESULTS};
-    const ptrdiff_t kept = (t->parts ? kernels->gradient_kept : kernels->backward_kept)(&run->p);
+    const fmha_split split = {
+        way == BACKWARD ? FMHA_WHOLE : way == BACKWARD_TURNS ? FMHA_TURNS : FMHA_SHARES,
+        way == BACKWARD ? run->p.B * run->p.Hkv : 0, way == BACKWARD_SHARES ? SHARE : 0, 1, 1,
+    };
+    const int modes[] = {FMHA_WHOLE, FMHA_PREPARE, split.mode, FMHA_RESULTS};
+    run->share = split.share;
+    const ptrdiff_t kept = (t->parts ? kernels->gradient_kept : kernels->backward_kept)(&run->p, run->share);
     run->kept = memory((size_t)(run->p.B * run->p.Hkv * kept * t->real));
     for (int m = way == BACKWARD ? 0 : 1; m < (way == BACKWARD ? 1 : 4); m++) {
         run->mode = modes[m];
-        run->cut = fmha_backward_cut(&run->p, run->mode, way == BACKWARD ? PTRDIFF_MAX : 0);
+        run->cut = fmha_backward_cut(&run->p, run->mode, &split);
         const fmha_task task = t->parts ? kernels->matrix_backward : kernels->tiled_backward;
-        give_scratch(run, (t->parts ? kernels->gradient_scratch : kernels->backward_scratch)(&run->p, run->mode) * t->real, threads);
-        fmha_pool_run(task, run, fmha_backward_items(&run->p, &run->cut, run->mode), threads);
+        give_scratch(run, (t->parts ? kernels->gradient_scratch : kernels->backward_scratch)(&run->p, run->mode, run->share) * t->real, threads);
+        fmha_pool_run(task, run, fmha_items(&run->cut), threads);
         free(run->scratch);
     }
     if (packed_first) free(run->shared);
@@ -273,7 +279,7 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
 static void test_attention(const kind *t, const shape *s)
 {
     static const char *const names[] = {"out", "lse", "weights", "grad_q", "grad_k", "grad_v"};
-    static const char *const ways[] = {"tiled", "tiled with weights", "decode", "backward", "backward, turns", "backward, parts"};
+    static const char *const ways[] = {"tiled", "tiled with weights", "decode", "backward", "backward, turns", "backward, shares"};
     const ptrdiff_t rows = s->B * s->H * s->Lq, keys = s->B * s->Hkv * s->Lk;
     const ptrdiff_t many[RESULTS] = {rows * s->Dv, rows, rows * s->Lk, rows * s->D, keys * s->D, keys * s->Dv};
     exact x;
@@ -293,7 +299,8 @@ static void test_attention(const kind *t, const shape *s)
     if (s->dropped) p.dropout = (fmha_dropout){.factor = 2, .below = 0x80000000, .seed = SEED};
     attend_plainly(s, p.scale, &x);
     const double *expected[RESULTS] = {x.out, x.lse, x.weights, x.grad_q, x.grad_k, x.grad_v};
-    for (int way = TILED; way <= BACKWARD_PARTS; way++) {
+    for (int way = TILED; way <= BACKWARD_SHARES; way++) {
+        if (way == BACKWARD_SHARES && t->parts) continue;
         if (way == DECODE && (t->parts || s->H / s->Hkv * s->Lq > FMHA_DECODE_ROWS)) continue;
         for (int few = 0; few < 2; few++) {
             int threads = few ? FEW_THREADS : 1;

@@ -172,7 +172,7 @@ SPLIT_CASES = {
     "huge scores": ((1, 2, 2, 140, 400, 8, 8), {"scale": 1e4, "is_causal": True, "offset": 260}),
     "many tiles and blocks": ((1, 2, 1, 700, 2000, 8, 8), {"is_causal": True, "offset": 0}),
 }
-SPLITS = ("turns", "parts", "fine parts")
+SPLITS = ("turns", 1, 2, 8)
 
 
 @dtypes
@@ -253,9 +253,12 @@ def scratch(L, Lk=None, *, algorithm, **keywords):
 @pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"softcap": 5.0}], ids=["full", "causal", "softcap"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_scratch_of_tiled_does_not_grow_with_the_square_of_the_length(isa, backward, keywords):
+    """Beside it, backward, what a thread keeps of a tile for each block of a share: one to eight, as is best for a length."""
+    _, keys, _, _ = _core.tile_sizes()
+    shares = 2 * 7 * keys * 2 * 64 * 4 if backward else 0
     for L in (512, 2048, 16384, 2**20):
         one, two = (scratch(n, algorithm="tiled", backward=backward, **keywords) for n in (L, 2 * L))
-        assert two <= 2 * one + 2**16
+        assert two <= 2 * one + 2**16 + shares
         if not backward:
             assert two == one
     assert scratch(16384, algorithm="tiled", backward=True) < 64 * 2**20

@@ -245,12 +245,13 @@ def test_balance_is_a_share_and_whole_with_one_thread(isa, algorithm, backward):
                 assert 0 < plan(B, H, Hkv, Lq, Lk, num_threads=threads, **keywords).balance <= 1 + 1e-12
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SQUARES, ids=lambda shape: "x".join(map(str, shape)))
-def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a_thread(isa, shape, causal):
-    """A block: 64 queries of a head. Forward, by the fused algorithm, which "auto" takes wherever there are vectors."""
+def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a_thread(isa, shape, causal, backward):
+    """A block: 64 queries of a head. By the fused algorithm, which "auto" takes wherever there are vectors."""
     B, H, L, D = shape
-    keywords = {"is_causal": causal, "algorithm": "tiled" if isa == "baseline" else "auto"}
+    keywords = {"is_causal": causal, "algorithm": "tiled" if isa == "baseline" else "auto", "backward": backward}
     uneven = {}
     for threads in range(1, 129):
         if 12 * threads <= B * H * -(-L // 64):
@@ -259,6 +260,48 @@ def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a
             if made.balance < 1 / 1.1:
                 uneven[threads] = round(made.balance, 3)
     assert uneven == {}
+
+
+def split(B, H, Hkv, L, threads, **rules):
+    q, k = np.empty((B, H, L, 64), np.float32), np.empty((B, Hkv, L, 64), np.float32)
+    return _core.backward_split(validate.attention_problem(q, k, k, "BHLD", validate.Rules(**rules)), threads)
+
+
+def test_heads_that_the_threads_share_evenly_are_whole():
+    for heads, threads in ((8, 8), (16, 8), (24, 4), (5, 1)):
+        way, share, whole, busy = split(1, heads, heads, 1024, threads)
+        assert (way, share, whole) == ("whole", 0, heads)
+        assert busy == pytest.approx(1)
+
+
+def test_heads_that_are_left_are_split_into_tiles_or_where_these_are_few_into_shares():
+    way, share, whole, busy = split(1, 5, 5, 3000, 4)
+    assert (way, share, whole) == ("turns", 0, 4)
+    assert busy > 0.98
+    for rules in ({}, {"is_causal": True, "offset": 0}):
+        way, share, whole, busy = split(1, 8, 8, 2048, 64, **rules)
+        assert (way, whole) == ("shares", 0)
+        assert share in (1, 2, 4, 8)
+        assert busy > 0.9
+
+
+def test_shares_do_not_queue_for_the_sums_of_one_tile():
+    """Two key/value heads for 64 threads: 32 at the tiles of each."""
+    assert split(1, 8, 2, 2048, 64)[-1] > 0.8
+    assert split(1, 8, 2, 8192, 64)[-1] > 0.8
+
+
+def test_lengths_of_batch_rows_decide_how_heads_are_split():
+    for lengths, way in (([1024, 1024, 1024], "shares"), ([10, 1024, 1024], "whole")):
+        assert split(3, 1, 1, 1024, 2, key_padding_lengths=np.array(lengths))[0] == way
+
+
+def test_a_backward_pass_too_long_to_be_simulated_is_taken_to_be_even():
+    for rules in ({}, {"is_causal": True, "offset": 0}):
+        way, share, whole, busy = split(1, 1, 1, 200_000, 64, **rules)
+        assert (way, whole) != ("whole", 1)
+        assert share in (0, 8)
+        assert 0.9 < busy <= 1
 
 
 def test_the_layout_of_a_projection_is_a_rule_of_lengths_and_widths():

@@ -1,0 +1,169 @@
+/* How the heads of a tiled backward pass are best split for so many threads: each way is simulated, and the one that ends first taken.
+ *
+ * Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5: scores, dP, dV, dK, and dQ last,
+ * which waits for that of the tile before. Items are handed out in order to whoever is free. What a block has to do with a tile is judged
+ * by its middle row. */
+#include "fastmha.h"
+
+#include <stdlib.h>
+
+#define PRODUCTS 5
+#define MOST_MEETINGS (1 << 18)     /* of blocks and tiles of the heads that are split: with more of them all ways are near to even */
+#define MOST_TOGETHER 4             /* tiles: the more threads take turns at one, the longer it holds them up */
+#define CAUSAL_STAGGER 15           /* products that a tile waits for the one before it on a diagonal: three blocks */
+
+typedef struct {
+    double low, high, rows;         /* the keys of the middle row, in tiles, and the rows, in blocks */
+} span_of_block;
+
+typedef struct {
+    const fmha_problem *p;
+    ptrdiff_t tiles, blocks, first, last;       /* heads [first, last) are split */
+    int threads;
+    span_of_block *spans;           /* (batch rows, blocks) */
+    double *busy;                   /* until when each thread is, a heap: the first is free first */
+    double *turns_q, *turns_k;      /* (heads, blocks) and (heads, tiles together): when the sums are free */
+} schedule;
+
+static double meeting(const span_of_block *block, ptrdiff_t tile)
+{
+    const double low = block->low > (double)tile ? block->low : (double)tile;
+    const double high = block->high < (double)(tile + 1) ? block->high : (double)(tile + 1);
+    return high > low ? (high - low) * block->rows : 0;
+}
+
+/* What a head costs by one product. */
+static double cost_of_head(const schedule *s, ptrdiff_t b)
+{
+    double cost = 0;
+    for (ptrdiff_t n = 0; n < s->blocks; n++) {
+        const span_of_block *block = s->spans + b * s->blocks + n;
+        if (block->high > block->low) cost += (block->high - block->low) * block->rows;
+    }
+    return cost;
+}
+
+/* Whoever is free first is busy until then. */
+static void take(schedule *s, double until)
+{
+    ptrdiff_t at = 0;
+    for (ptrdiff_t below; (below = 2 * at + 1) < s->threads; at = below) {
+        if (below + 1 < s->threads && s->busy[below + 1] < s->busy[below]) below++;
+        if (s->busy[below] >= until) break;
+        s->busy[at] = s->busy[below];
+    }
+    s->busy[at] = until;
+}
+
+static void begin(schedule *s)
+{
+    for (int n = 0; n < s->threads; n++) s->busy[n] = 0;
+}
+
+static double end(const schedule *s)
+{
+    double last = 0;
+    for (int n = 0; n < s->threads; n++) last = s->busy[n] > last ? s->busy[n] : last;
+    return last;
+}
+
+static double of_whole_heads(schedule *s, ptrdiff_t heads)
+{
+    begin(s);
+    for (ptrdiff_t n = 0; n < heads; n++) take(s, s->busy[0] + PRODUCTS * cost_of_head(s, n / s->p->Hkv));
+    return end(s);
+}
+
+/* An item: blocks [first, last) of a head on a tile and, in a share, of its turn at the sums of that. */
+static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t tile, double *turn_k)
+{
+    const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->blocks;
+    double *turns_q = s->turns_q + head * s->blocks, now = s->busy[0];
+    int many = 0;
+    for (ptrdiff_t block = first; block < last; block++) {
+        const double cost = meeting(spans + block, tile);
+        if (cost == 0) continue;
+        many++;
+        now += (PRODUCTS - 1) * cost;
+        now = (now > turns_q[block] ? now : turns_q[block]) + cost;
+        turns_q[block] = now;
+    }
+    if (many && turn_k) *turn_k = now = (now > *turn_k ? now : *turn_k) + FMHA_SUMS_COST + FMHA_ADDED_COST * many;
+    if (many) take(s, now);
+}
+
+/* In shares of so many blocks, on so many tiles together; 0: tiles are items. */
+static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
+{
+    const ptrdiff_t heads = s->last - s->first, step = share ? share : s->blocks;
+    begin(s);
+    for (ptrdiff_t e = 0; e < heads * s->blocks; e++) s->turns_q[e] = 0;
+    for (ptrdiff_t from = 0; from < s->tiles; from += together) {
+        const ptrdiff_t to = from + together < s->tiles ? from + together : s->tiles;
+        for (ptrdiff_t e = 0; e < heads * together; e++) s->turns_k[e] = 0;
+        for (ptrdiff_t first = 0; first < s->blocks; first += step)
+            for (ptrdiff_t tile = from; tile < to; tile++)
+                for (ptrdiff_t n = 0; n < heads; n++)
+                    share_item(s, n, first, first + step < s->blocks ? first + step : s->blocks, tile, share ? s->turns_k + n * together + tile - from : NULL);
+    }
+    return end(s);
+}
+
+/* The same where that would take long: even work, the items that are the last ones, and what is waited for. */
+static double of_many(const schedule *s, double work, ptrdiff_t share)
+{
+    const double even = PRODUCTS * work / s->threads, each = (double)s->threads / (double)(s->last - s->first);
+    const double stagger = (each < (double)s->tiles ? each : (double)s->tiles) * (s->p->banded ? CAUSAL_STAGGER : 1);
+    if (share) return even * (1 + (FMHA_ADDED_COST + FMHA_SUMS_COST / (double)share) / PRODUCTS) + (double)(PRODUCTS * share);
+    return even + (double)(PRODUCTS * s->blocks) / 2 + stagger;
+}
+
+static void set_spans(schedule *s)
+{
+    const fmha_problem *p = s->p;
+    const ptrdiff_t rows = fmha_heads_cut(p).rows;
+    for (ptrdiff_t b = 0; b < p->B; b++)
+        for (ptrdiff_t n = 0; n < s->blocks; n++) {
+            const ptrdiff_t i0 = n * FMHA_BLOCK_ROWS, many = rows - i0 < FMHA_BLOCK_ROWS ? rows - i0 : FMHA_BLOCK_ROWS;
+            ptrdiff_t j0, j1;
+            fmha_row_keys(p, b, (i0 + many / 2) % p->Lq, &j0, &j1);
+            s->spans[b * s->blocks + n] = (span_of_block){(double)j0 / FMHA_TILE_KEYS, (double)j1 / FMHA_TILE_KEYS, (double)many / FMHA_BLOCK_ROWS};
+        }
+}
+
+fmha_split fmha_backward_split(const fmha_problem *p, int threads)
+{
+    static const struct { ptrdiff_t share, together; } ways[] = {
+        {0, 1}, {8, 1}, {4, 1}, {2, 1}, {1, 1}, {8, MOST_TOGETHER}, {4, MOST_TOGETHER}, {2, MOST_TOGETHER},
+    };
+    const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, blocks = fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
+    fmha_split best = {FMHA_WHOLE, heads, 0, 0, 1};
+    schedule s = {.p = p, .tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), .blocks = blocks, .first = heads - left, .last = heads, .threads = threads};
+    if (threads == 1 || heads == 0 || blocks == 0 || s.tiles == 0) return best;
+    const size_t reals = (size_t)(threads + left * blocks + left * MOST_TOGETHER);
+    s.spans = malloc((size_t)(p->B * blocks) * sizeof *s.spans);
+    s.busy = malloc(reals * sizeof *s.busy);
+    if (s.spans && s.busy) {
+        s.turns_q = s.busy + threads;
+        s.turns_k = s.turns_q + left * blocks;
+        set_spans(&s);
+        double work = 0, work_left = 0, least = of_whole_heads(&s, heads);
+        for (ptrdiff_t n = 0; n < heads; n++) work += PRODUCTS * cost_of_head(&s, n / p->Hkv);
+        for (ptrdiff_t n = heads - left; n < heads; n++) work_left += cost_of_head(&s, n / p->Hkv);
+        const int many = left * blocks * s.tiles > MOST_MEETINGS;
+        const double before = left ? of_whole_heads(&s, heads - left) : 0;
+        for (size_t n = 0; left && n < sizeof ways / sizeof *ways; n++) {
+            const ptrdiff_t share = ways[n].share, together = ways[n].together;
+            if (share && (share >= blocks || p->parts > 0)) continue;           /* matrix tiles sum in another order */
+            if (together > 1 && left * together > threads) continue;
+            const double time = before + FMHA_SPLIT_COST + (many ? of_many(&s, work_left, share) : of_split_heads(&s, share, together));
+            if (time >= least) continue;
+            least = time;
+            best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, heads - left, share, together, 1};
+        }
+        if (least > 0) best.balance = work / threads / (least - (best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
+    }
+    free(s.spans);
+    free(s.busy);
+    return best;
+}
