@@ -454,8 +454,8 @@ static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff
     return FMHA_NAME(row_in)(p->element, &p->q, b, hkv * (p->H / p->Hkv) + r / p->Lq, r % p->Lq);
 }
 
-/* Partial softmaxes of the chunks of key/value head `index` become one, in their order. */
-static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker)
+/* Partial softmaxes of the chunks of key/value head `index` become one, in their order. alone: it is one chunk, whose sums are finite. */
+static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker, int alone)
 {
     const fmha_problem *p = &run->p;
     const fmha_item item = fmha_item_of(&run->cut, index);
@@ -471,6 +471,14 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int work
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
         REAL *out = p->element == FMHA_SAME ? (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, i) : memory.result + r * value_width;
         REAL sink = FMHA_NAME(sink)(p, h), peak = sink, total = 0;
+        if (alone && !p->sinks && first.total[r] >= 1) {        /* as below, with a weight of 1 */
+            peak = first.peak[r];
+            total = first.total[r];
+            FMHA_NAME(divided_row)(p->Dv, first.sums + r * value_width, total, out);
+            if (FMHA_NAME(tiny_row)(p->Dv, out)) tiny |= (uint64_t)1 << r;
+            if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = peak + REAL_LOG(total);
+            continue;
+        }
         for (ptrdiff_t c = 0; c < chunks; c++) {
             REAL other = first.peak[c * size + r];
             peak = other > peak ? other : peak;
@@ -542,20 +550,22 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     }
     if (!lifted) lift = NULL;
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
+    int left = 0;
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         const FMHA_NAME(chunk) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
         const ptrdiff_t first = j < low ? j + (low - j) / DECODE_KEYS * DECODE_KEYS : j;
         const ptrdiff_t last = end - j < FMHA_CHUNK_KEYS ? end : j + FMHA_CHUNK_KEYS;
-        if (FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, &m, &result, 0) != FMHA_NAME(partly)) continue;
+        left = FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, &m, &result, 0);
+        if (left != FMHA_NAME(partly)) continue;
         m.ready = 0;
         FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, &m, &result, 1);
     }
-    if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker);
+    if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker, (left & FMHA_NAME(finite)) != 0);
 }
 
 /* Item: one key/value head whose chunks were items of their own. */
 static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
-    if (fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS) != 1) FMHA_NAME(merge_head)(run, index, worker);
+    if (fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS) != 1) FMHA_NAME(merge_head)(run, index, worker, 0);
 }
