@@ -803,6 +803,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         .share = mode == FMHA_WHOLE ? 0 : run->share,
     };
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    if (mode == FMHA_WHOLE) FMHA_NAME(fetch_next)(run, index, 1);
 #if FMHA_TILES
     fmha_run own;
     if (matrix && mode == FMHA_WHOLE) {

@@ -586,3 +586,27 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
         }
     }
 }
+
+static inline __attribute__((always_inline)) void FMHA_NAME(fetch)(const char *x, ptrdiff_t bytes)
+{
+    for (ptrdiff_t byte = 0; byte < bytes; byte += FMHA_CACHE_LINE) v_prefetch_far(x + byte);
+}
+
+/* Where heads are short, and all of them together are not in a cache, the next one is fetched while item `index` is at work. Inlined: to
+ * GCC a function that only fetches has no effect, and it leaves out the calls. */
+static inline __attribute__((always_inline)) void FMHA_NAME(fetch_next)(const fmha_run *run, ptrdiff_t index, const int backward)
+{
+    const fmha_problem *p = &run->p;
+    if (run->cut.rows > BLOCK_ROWS || index + 1 >= fmha_items(&run->cut)) return;
+    const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
+    const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * p->Lq * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
+    if (keys > NEXT_NEAR || p->B * (p->H * rows + p->Hkv * keys) < NEXT_FAR) return;
+    const fmha_item next = fmha_item_of(&run->cut, index + 1);
+    const ptrdiff_t b = next.b, h = next.h * (p->H / p->Hkv);
+    FMHA_NAME(fetch)(FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), p->Lq * p->D * of_row);
+    FMHA_NAME(fetch)(FMHA_NAME(stored_row)(p, &p->k, b, next.h, 0), p->Lk * p->D * of_key);
+    FMHA_NAME(fetch)(FMHA_NAME(stored_row)(p, &p->v, b, next.h, 0), p->Lk * p->Dv * of_key);
+    if (!backward) return;
+    FMHA_NAME(fetch)(FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0), p->Lq * p->Dv * of_row);
+    FMHA_NAME(fetch)(FMHA_NAME(row_in)(p->element, &run->out, b, h, 0), p->Lq * p->Dv * of_row);
+}

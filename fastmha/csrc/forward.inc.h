@@ -392,6 +392,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     const fmha_run *run = context;
     FMHA_NAME(rows) block;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    FMHA_NAME(fetch_next)(run, index, 0);
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }
 

@@ -50,6 +50,10 @@
 #define DECODE_FAR_AHEAD FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* of 3 query rows and more, which take longer over a key */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
+/* Short heads, each an item. */
+#define NEXT_FAR         FMHA_OF((1 << 24), (1 << 24), (1 << 24), (1 << 24), (1 << 24))  /* bytes that a pass reads, from which on the next head is fetched ahead, */
+#define NEXT_NEAR        FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves */
+
 /* Matrix tiles, where there are any. */
 #define MATRIX_KEYS      FMHA_OF(   192,    192,    192,    192,    192)  /* of a chunk, and of a tile of scores */
 #define GEMM_TILES       FMHA_OF(     8,      8,      8,      8,      8)  /* of a sum taken at a time: those of 32 rows and of 32 columns stay in the first cache together */
