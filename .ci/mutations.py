@@ -74,7 +74,8 @@ def compiled(tree, source):
 
 def build(tree, changed=None):
     """The core, of which one file has changed, or all."""
-    sources = [f"fastmha/csrc/{name}.c" for name in ("baseline", "amx_emulated", "pool", "blas_threads", "split")] + ["objects/dispatch.c"]
+    names = "baseline", "amx_emulated", "pool", "blas_threads", "split"
+    sources = [*(f"fastmha/csrc/{name}.c" for name in names), "objects/dispatch.c"]
     if changed is not None and changed.endswith(".inc.h"):
         sources = sources[:1]
     else:
