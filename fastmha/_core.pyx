@@ -1053,6 +1053,9 @@ MOST_SPLITS = 256
 cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except -1:
     """`fmha_backward_split`, remembered."""
     cdef object key, found
+    if threads == 1:                # nothing is split: tiny calls
+        split[0] = fmha_backward_split(p, threads)
+        return 0
     key = (threads, p.B, p.H, p.Hkv, p.Lq, p.Lk, p.parts > 0, p.left, p.right, row_numbers(p.offset if p.banded else NULL, p.B),
            row_numbers(p.key_start, p.B), row_numbers(p.key_length, p.B))
     found = splits.get(key)
@@ -1082,7 +1085,7 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
     if wanted is not None:
         split.whole = c.p.B * c.p.Hkv if wanted == "whole" else 0
         split.share = 0 if isinstance(wanted, str) or c.p.parts > 0 or c.p.Lq == 0 else wanted
-        split.together = split.share        # as good as any
+        split.together = split.share        # any number of tiles serves
         split.mode = FMHA_WHOLE if wanted == "whole" else FMHA_SHARES if split.share else FMHA_TURNS
     c.share = split.share
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
@@ -1145,26 +1148,24 @@ def tiled_scratch(Problem problem, bint backward, int threads):
     """Bytes of scratch of the tiled algorithm: of one of so many threads, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t split_heads, heads = problem.c.B * problem.c.Hkv, of_whole, of_split, kept
-    cdef bint by_heads
+    cdef bint by_heads, on_tiles = problem.c.parts > 0 and kernels.matrix_forward != NULL
     cdef fmha_split split
-    split_for(&problem.c, threads, &split)
-    split_heads = heads - split.whole
     if problem.c.Hkv == 0:
         return 0, 0
-    if problem.c.parts > 0 and kernels.matrix_forward != NULL:
-        if backward:
-            of_whole = kernels.gradient_scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
-            of_split = kernels.gradient_scratch(&problem.c, split.mode, split.share) if split_heads else 0
-            kept = kernels.gradient_bytes(&problem.c) + problem.itemsize * kernels.gradient_kept(&problem.c, split.share)
-            return max(of_whole, of_split) * problem.itemsize, split_heads * kept
+    if backward:
+        split_for(&problem.c, threads, &split)
+        split_heads = heads - split.whole
+        scratch = kernels.gradient_scratch if on_tiles else kernels.backward_scratch
+        of_whole = scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
+        of_split = scratch(&problem.c, split.mode, split.share) if split_heads else 0
+        kept = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&problem.c, split.share) * problem.itemsize
+        if on_tiles:
+            kept += kernels.gradient_bytes(&problem.c)
+        return max(of_whole, of_split) * problem.itemsize, split_heads * kept
+    if on_tiles:
         by_heads = fmha_by_heads(&problem.c, threads)
         return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
-    if backward:
-        of_whole = kernels.backward_scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
-        of_split = kernels.backward_scratch(&problem.c, split.mode, split.share) if split_heads else 0
-        kept = kernels.backward_kept(&problem.c, split.share) * problem.itemsize
-        return max(of_whole, of_split) * problem.itemsize, split_heads * kept
     cdef fmha_cut runs = fmha_runs_cut(&problem.c)
     cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize

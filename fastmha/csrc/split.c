@@ -20,7 +20,8 @@ typedef struct {
     const fmha_problem *p;
     ptrdiff_t tiles, blocks, first, last;       /* heads [first, last) are split */
     int threads;
-    span_of_block *spans;           /* (batch rows, blocks) */
+    span_of_block *spans;           /* (batch rows, blocks), or of one batch row, which stands for all */
+    ptrdiff_t step;                 /* from one batch row's to the next one's, 0 where one stands for all */
     double *busy;                   /* until when each thread is, a heap: the first is free first */
     double *turns_q, *turns_k;      /* (heads, blocks) and (heads, tiles together): when the sums are free */
 } schedule;
@@ -37,7 +38,7 @@ static double cost_of_head(const schedule *s, ptrdiff_t b)
 {
     double cost = 0;
     for (ptrdiff_t n = 0; n < s->blocks; n++) {
-        const span_of_block *block = s->spans + b * s->blocks + n;
+        const span_of_block *block = s->spans + b * s->step + n;
         if (block->high > block->low) cost += (block->high - block->low) * block->rows;
     }
     return cost;
@@ -69,6 +70,7 @@ static double end(const schedule *s)
 
 static double of_whole_heads(schedule *s, ptrdiff_t heads)
 {
+    if (s->step == 0) return PRODUCTS * cost_of_head(s, 0) * (double)((heads + s->threads - 1) / s->threads);
     begin(s);
     for (ptrdiff_t n = 0; n < heads; n++) take(s, s->busy[0] + PRODUCTS * cost_of_head(s, n / s->p->Hkv));
     return end(s);
@@ -77,7 +79,7 @@ static double of_whole_heads(schedule *s, ptrdiff_t heads)
 /* An item: blocks [first, last) of a head on a tile and, in a share, of its turn at the sums of that. */
 static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t tile, double *turn_k)
 {
-    const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->blocks;
+    const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->step;
     double *turns_q = s->turns_q + head * s->blocks, now = s->busy[0];
     int many = 0;
     for (ptrdiff_t block = first; block < last; block++) {
@@ -122,12 +124,12 @@ static void set_spans(schedule *s)
 {
     const fmha_problem *p = s->p;
     const ptrdiff_t rows = fmha_heads_cut(p).rows;
-    for (ptrdiff_t b = 0; b < p->B; b++)
+    for (ptrdiff_t b = 0; b < (s->step ? p->B : 1); b++)
         for (ptrdiff_t n = 0; n < s->blocks; n++) {
             const ptrdiff_t i0 = n * FMHA_BLOCK_ROWS, many = rows - i0 < FMHA_BLOCK_ROWS ? rows - i0 : FMHA_BLOCK_ROWS;
             ptrdiff_t j0, j1;
             fmha_row_keys(p, b, (i0 + many / 2) % p->Lq, &j0, &j1);
-            s->spans[b * s->blocks + n] = (span_of_block){(double)j0 / FMHA_TILE_KEYS, (double)j1 / FMHA_TILE_KEYS, (double)many / FMHA_BLOCK_ROWS};
+            s->spans[b * s->step + n] = (span_of_block){(double)j0 / FMHA_TILE_KEYS, (double)j1 / FMHA_TILE_KEYS, (double)many / FMHA_BLOCK_ROWS};
         }
 }
 
@@ -139,17 +141,22 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads)
     const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, blocks = fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
     fmha_split best = {FMHA_WHOLE, heads, 0, 0, 1};
     schedule s = {.p = p, .tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), .blocks = blocks, .first = heads - left, .last = heads, .threads = threads};
+    s.step = p->banded || p->key_start || p->key_length ? blocks : 0;
     if (threads == 1 || heads == 0 || blocks == 0 || s.tiles == 0) return best;
     const size_t reals = (size_t)(threads + left * blocks + left * MOST_TOGETHER);
-    s.spans = malloc((size_t)(p->B * blocks) * sizeof *s.spans);
+    s.spans = malloc((size_t)((s.step ? p->B : 1) * blocks) * sizeof *s.spans);
     s.busy = malloc(reals * sizeof *s.busy);
     if (s.spans && s.busy) {
         s.turns_q = s.busy + threads;
         s.turns_k = s.turns_q + left * blocks;
         set_spans(&s);
         double work = 0, work_left = 0, least = of_whole_heads(&s, heads);
-        for (ptrdiff_t n = 0; n < heads; n++) work += PRODUCTS * cost_of_head(&s, n / p->Hkv);
-        for (ptrdiff_t n = heads - left; n < heads; n++) work_left += cost_of_head(&s, n / p->Hkv);
+        if (s.step == 0) work = PRODUCTS * cost_of_head(&s, 0) * (double)heads, work_left = cost_of_head(&s, 0) * (double)left;
+        for (ptrdiff_t n = 0; s.step && n < heads; n++) {
+            const double cost = cost_of_head(&s, n / p->Hkv);
+            work += PRODUCTS * cost;
+            if (n >= heads - left) work_left += cost;
+        }
         const int many = left * blocks * s.tiles > MOST_MEETINGS;
         const double before = left ? of_whole_heads(&s, heads - left) : 0;
         for (size_t n = 0; left && n < sizeof ways / sizeof *ways; n++) {
