@@ -16,7 +16,6 @@ PANEL_COLUMNS: int
 ACTIVATIONS: dict[str | None, int]
 SUMMED_ROWS: int
 ROW_STATE: int
-SPLITS: dict[str, int]
 
 def runnable_isas() -> list[str]: ...
 def select_isa(name: str) -> None: ...

@@ -1047,7 +1047,8 @@ def backward_split(Problem problem, int threads):
 
 
 cdef dict splits = {}           # made before: they take as long as some blocks of work do
-MOST_SPLITS = 256
+cdef enum:
+    MOST_SPLITS = 256
 
 
 cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except -1:
