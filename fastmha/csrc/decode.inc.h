@@ -3,7 +3,7 @@
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
 /* How many bytes ahead of what is read is fetched, of each stream, 0 where the second cache holds all keys and values; and how many
- * cache lines of a row at most in one pass over its rows: each pass fetches its share, so that memory is never idle. */
+ * cache lines a row of each has. */
 typedef struct {
     ptrdiff_t bytes, k, v, k_lines, v_lines;
 } FMHA_NAME(ahead);
@@ -11,16 +11,15 @@ typedef struct {
 static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
-    const ptrdiff_t passes = rows / DECODE_TOGETHER + rows % DECODE_TOGETHER / 2 + rows % 2;
-    const ptrdiff_t bytes = rows > 2 ? DECODE_FAR_AHEAD : DECODE_AHEAD, least = passes > 1 ? DECODE_STEP : 1;
+    const ptrdiff_t bytes = rows > 2 ? DECODE_FAR_AHEAD : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
     const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
     if (p->B * p->Hkv * p->Lk <= DECODE_NEAR / (k_bytes + v_bytes + 1)) return (FMHA_NAME(ahead)){0, 0, 0, 0, 0};
     return (FMHA_NAME(ahead)){
         .bytes = bytes,
         .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
         .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
-        .k_lines = fmha_parts(fmha_parts(k_bytes, FMHA_CACHE_LINE), passes),
-        .v_lines = fmha_parts(fmha_parts(v_bytes, FMHA_CACHE_LINE), passes),
+        .k_lines = fmha_parts(k_bytes, FMHA_CACHE_LINE),
+        .v_lines = fmha_parts(v_bytes, FMHA_CACHE_LINE),
     };
 }
 
@@ -81,57 +80,57 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
     return chunk;
 }
 
-/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines they fetch from rows ahead of each. */
+/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the scores.
+ * Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all lines of each; or,
+ * where several passes share it, each pass those of `fetched` rows of every four, from row `first` on. */
 typedef struct {
-    const char *k, *v, *k_ahead, *v_ahead;
-    ptrdiff_t ldk, ldv, k_lines, v_lines;
+    const char *k, *v;
+    ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
+    int first, fetched;
 } FMHA_NAME(streams);
 
 /* Keys whose scores are summed side by side: sums enough for their latency, few enough for the registers. */
 #define DECODE_ABREAST(many) \
     (LANES >= 4 && DECODE_CHAINS >= 4 * (many) ? 4 : LANES >= 2 && DECODE_CHAINS >= 2 * (many) ? 2 : 1)
 
-/* A score is two sums over the vectors of D, even and odd ones, which are added; then the sum over the lanes by `halve`, with all
- * bits in order. Of `many` rows of queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are
- * not there: it stands for them. */
+/* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many` rows of
+ * queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it stands for them. Of
+ * `fetched` rows what lies k_ahead further on is fetched. */
 static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
     const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k, const ptrdiff_t ldk, const ptrdiff_t most,
-    VEC *sum)
+    const ptrdiff_t k_ahead, const int fetched, VEC *sum)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
-    const char *key[4];
-    VEC even[DECODE_TOGETHER][4], odd[DECODE_TOGETHER][4];
-    ptrdiff_t d = 0;
+    const char *key[4], *ahead = k + k_ahead;
+    VEC total[DECODE_TOGETHER * 4], query[DECODE_TOGETHER], row[4];         /* total[r * abreast + a] */
 #pragma GCC unroll 4
-    for (int a = 0; a < abreast; a++) {
-        key[a] = k + (a < most ? a : most) * ldk;
-#pragma GCC unroll 4
-        for (int r = 0; r < many; r++) even[r][a] = odd[r][a] = v_splat(0);
-    }
-#define SCORED(load, sum, d) \
+    for (int a = 0; a < abreast; a++) key[a] = k + (a < most ? a : most) * ldk;
+#pragma GCC unroll 16
+    for (int e = 0; e < many * abreast; e++) total[e] = v_splat(0);
+    /* One loop over all sums, not two: then the compiler keeps them in registers. */
+#define SCORED(load) \
+    _Pragma("GCC unroll 4") \
+    for (int r = 0; r < many; r++) query[r] = v_load(q + r * width + d); \
     _Pragma("GCC unroll 4") \
     for (int a = 0; a < abreast; a++) { \
-        const char *at = key[a] + (d) * size; \
-        const VEC row = load; \
-        _Pragma("GCC unroll 4") \
-        for (int r = 0; r < many; r++) sum[r][a] = sum[r][a] + row * v_load(q + r * width + (d)); \
-    }
-    for (; d + 2 * LANES <= D; d += 2 * LANES) {
-        SCORED(FMHA_NAME(stored_load)(type, at), even, d)
-        SCORED(FMHA_NAME(stored_load)(type, at), odd, d + LANES)
-    }
-    if (d + LANES <= D) {
-        SCORED(FMHA_NAME(stored_load)(type, at), even, d)
-        d += LANES;
-    }
-    if (d < D) { SCORED(FMHA_NAME(stored_part)(type, at, D - d), even, d) }
+        const char *at = key[a] + d * size; \
+        row[a] = load; \
+    } \
+    if (fetched > 0) v_prefetch_far(ahead + d * size); \
+    if (fetched > 1) v_prefetch_far(ahead + d * size + ldk); \
+    if (fetched > 2) v_prefetch_far(ahead + d * size + 2 * ldk); \
+    if (fetched > 3) v_prefetch_far(ahead + d * size + 3 * ldk); \
+    _Pragma("GCC unroll 16") \
+    for (int e = 0; e < many * abreast; e++) total[e] = total[e] + row[e % abreast] * query[e / abreast];
+    ptrdiff_t d = 0;
+    for (; d + LANES <= D; d += LANES) { SCORED(FMHA_NAME(stored_load)(type, at)) }
+    if (d < D) { SCORED(FMHA_NAME(stored_part)(type, at, D - d)) }
 #undef SCORED
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++) {
-#pragma GCC unroll 4
-        for (int a = 0; a < abreast; a++) even[r][a] = even[r][a] + odd[r][a];
-        FMHA_NAME(halve)(even[r], abreast, 1);
-        sum[r * LANES] = even[r][0];
+        const VEC *of = total + r * abreast;
+        sum[r * LANES] = abreast == 1 ? of[0] : abreast == 2 ? FMHA_NAME(halved)(of[0], of[1], 1)
+                         : FMHA_NAME(halved)(FMHA_NAME(halved)(of[0], of[1], 1), FMHA_NAME(halved)(of[2], of[3], 1), 2);
     }
 }
 
@@ -139,14 +138,15 @@ static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
 static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const ptrdiff_t keys,
     const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
 {
-    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines;
-    const char *k = from->k, *v_ahead = from->v_ahead;
+    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines, k_ahead = from->k_ahead + from->first * ldk;
+    const int fetched = abreast == 4 ? from->fetched : 0;
+    const char *k = from->k, *v = from->v;
     for (ptrdiff_t j = 0; j < keys; j += LANES) {
         VEC sum[DECODE_TOGETHER * LANES];
         for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk) {
-            for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v_ahead += ldv)
-                for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
-            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, sum + l / abreast);
+            for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v += ldv)
+                for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
+            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, sum + l / abreast);
             else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
         }
 #pragma GCC unroll 4
@@ -157,9 +157,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int
     }
 }
 
-/* total[r][i] <- total[r][i] + weights[r] * vector i of a row of values, the last of which has `last` items. */
+/* total[r][i] <- total[r][i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies v_ahead further on
+ * is fetched, unless that is 0. */
 static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, ptrdiff_t last,
-                                                                        const REAL *weights, const char *v, VEC total[][8])
+    const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC total[][8])
 {
     VEC weight[DECODE_TOGETHER];
 #pragma GCC unroll 4
@@ -168,6 +169,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const in
     for (int i = 0; i < nv; i++) {
         const char *at = v + i * LANES * FMHA_NAME(stored_size)(type);
         const int part = STORED_PARTS(type) && i == nv - 1 && last < LANES;
+        if (v_ahead) v_prefetch_far(at + v_ahead);
         const VEC value = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) total[r][i] = total[r][i] + weight[r] * value;
@@ -202,14 +204,18 @@ static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int
 static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const ptrdiff_t keys,
     const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo, const REAL *shrink)
 {
-    const ptrdiff_t ldv = from->ldv, last = DECODE_LAST(nv, columns);
+    const ptrdiff_t ldv = from->ldv, v_ahead = from->v_ahead, first = from->first, fetched = from->fetched, last = DECODE_LAST(nv, columns);
     const char *v = from->v;
     for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
         const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
         VEC total[DECODE_TOGETHER][8];
         FMHA_NAME(no_totals)(many, nv, total);
 #pragma GCC unroll 4
-        for (ptrdiff_t e = j; e < end; e++, v += ldv) FMHA_NAME(add_values)(type, many, nv, last, weights + e, v, total);
+        for (ptrdiff_t e = j; e < end; e++, v += ldv) {
+            const ptrdiff_t place = e % 4 - first;
+            if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, last, weights + e, v, v_ahead, total);
+            else FMHA_NAME(add_values)(type, many, nv, last, weights + e, v, 0, total);
+        }
         FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
     }
 }
@@ -222,7 +228,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), last = DECODE_LAST(nv, columns);
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
-    const char *v = from->v, *k_ahead = from->k_ahead, *v_ahead = from->v_ahead;
+    const char *v = from->v, *k_ahead = from->k + from->k_ahead, *v_ahead = v + from->v_ahead;
     VEC total[DECODE_TOGETHER][8];
     FMHA_NAME(no_totals)(many, nv, total);
     for (ptrdiff_t j = 0; j < DECODE_STEP; j += LANES) {
@@ -230,28 +236,19 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
         for (ptrdiff_t l = 0; l < LANES; l++, v += ldv, k_ahead += ldk, v_ahead += ldv) {
             for (ptrdiff_t line = 0; line < k_lines; line++) v_prefetch_far(k_ahead + line * FMHA_CACHE_LINE);
             const char *k = from->k + (j + l) * ldk;
-            VEC even[DECODE_TOGETHER], odd[DECODE_TOGETHER];
+            VEC score[DECODE_TOGETHER];
 #pragma GCC unroll 4
-            for (int r = 0; r < many; r++) even[r] = odd[r] = v_splat(0);
-            ptrdiff_t d = 0;
+            for (int r = 0; r < many; r++) score[r] = v_splat(0);
+#pragma GCC unroll 8
+            for (ptrdiff_t d = 0; d < D; d += LANES) {
+                VEC row = D - d >= LANES ? FMHA_NAME(stored_load)(type, k + d * size) : FMHA_NAME(stored_part)(type, k + d * size, D - d);
 #pragma GCC unroll 4
-            for (; d + 2 * LANES <= D; d += 2 * LANES) {
-                VEC first = FMHA_NAME(stored_load)(type, k + d * size), second = FMHA_NAME(stored_load)(type, k + (d + LANES) * size);
-#pragma GCC unroll 4
-                for (int r = 0; r < many; r++) {
-                    even[r] = even[r] + first * v_load(q + r * width + d);
-                    odd[r] = odd[r] + second * v_load(q + r * width + d + LANES);
-                }
-            }
-            for (; d < D; d += LANES) {
-                VEC first = D - d >= LANES ? FMHA_NAME(stored_load)(type, k + d * size) : FMHA_NAME(stored_part)(type, k + d * size, D - d);
-#pragma GCC unroll 4
-                for (int r = 0; r < many; r++) even[r] = even[r] + first * v_load(q + r * width + d);
+                for (int r = 0; r < many; r++) score[r] = score[r] + row * v_load(q + r * width + d);
             }
 #pragma GCC unroll 4
-            for (int r = 0; r < many; r++) sum[r][l] = even[r] + odd[r];
+            for (int r = 0; r < many; r++) sum[r][l] = score[r];
             for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
-            FMHA_NAME(add_values)(type, many, nv, last, weights + j + l, v, total);
+            FMHA_NAME(add_values)(type, many, nv, last, weights + j + l, v, 0, total);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) {
@@ -269,22 +266,26 @@ enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
     ((vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
 
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
- * do not hold are summed after the others. */
+ * do not hold are summed after the others. Of several passes, each takes a step of scores and then one of values: memory is waited for
+ * less than the arithmetic. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q,
-    const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink)
+    const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink, int several)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (Dv + LANES - 1) / LANES, ldo = vectors * LANES;
     FMHA_NAME(streams) from = *first;
-    if (what == FMHA_NAME(scores_alone)) {
-        if (from.v_lines == 0) FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), keys, D, q, &from, scores);
-        else FMHA_NAME(scores_of)(type, many, 1, keys, D, q, &from, scores);      /* from memory, one row after the other */
+    if (what == FMHA_NAME(scores_alone) && from.v_lines && !several) {      /* from memory, one row after the other; short ones by twos */
+        if (LANES > 1 && D * size <= DECODE_SHORT) FMHA_NAME(scores_of)(type, many, 2, keys, D, q, &from, scores);
+        else FMHA_NAME(scores_of)(type, many, 1, keys, D, q, &from, scores);
         return;
     }
+    if (what == FMHA_NAME(scores_alone) || (what == FMHA_NAME(in_turns) && several))
+        FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), keys, D, q, &from, scores);
+    if (what == FMHA_NAME(scores_alone)) return;
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size) {
         nv = DECODE_VECTORS(many, vectors - done);
 #define PASS(n) \
-    if (what == FMHA_NAME(in_turns) && done == 0) \
+    if (what == FMHA_NAME(in_turns) && done == 0 && !several) \
         FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
     else FMHA_NAME(values_of)(type, many, n, keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
         if (nv == 8 && DECODE_SUMMED >= 8 * many) { PASS(8); }
@@ -295,39 +296,38 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     }
 }
 
-/* The same of any number of rows, DECODE_TOGETHER at a time, then two, then one: of several, and in turns, a step of keys after the
- * other, so that the first cache still has it for the next rows. `fetched`: the values are there already. */
+/* The same of any number of rows, DECODE_TOGETHER at a time, then those that are left: of several, and in turns, a step of keys after
+ * the other, so that the first cache still has it for the next rows. `fetched`: the values are there already. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
     const int type, const int what, const ptrdiff_t D, const ptrdiff_t Dv, const fmha_problem *p, const FMHA_NAME(ahead) *ahead,
     ptrdiff_t rows, int fetched, ptrdiff_t keys, const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v,
     ptrdiff_t ldv, REAL *out, const REAL *shrink)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
-    const ptrdiff_t step = rows > DECODE_TOGETHER || what == FMHA_NAME(in_turns) ? DECODE_STEP : keys;
-    const ptrdiff_t k_lines = what == FMHA_NAME(in_turns) ? fmha_parts(D * size, FMHA_CACHE_LINE) : 0;
-    const ptrdiff_t v_lines = fetched ? 0 : fmha_parts(Dv * size, FMHA_CACHE_LINE);
+    const int several = rows > DECODE_TOGETHER, turns = what == FMHA_NAME(in_turns);
+    const int share = !several ? 0 : rows <= 3 * DECODE_TOGETHER ? 2 : 1;   /* of every four rows */
+    const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
+    if (turns) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
-        from.k_ahead = from.k + ahead->k;
-        from.v_ahead = what == FMHA_NAME(in_turns) ? from.v + ahead->v : from.v;
-        for (ptrdiff_t r = 0, many, k_line = 0, v_line = 0; r < rows; r += many) {
-            from.k_lines = k_lines - k_line < ahead->k_lines ? k_lines - k_line : ahead->k_lines;
-            from.v_lines = v_lines - v_line < ahead->v_lines ? v_lines - v_line : ahead->v_lines;
-            many = rows - r >= DECODE_TOGETHER ? DECODE_TOGETHER : rows - r >= 2 ? 2 : 1;
+        from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;
+        from.first = 0;
+        for (ptrdiff_t r = 0, many; r < rows; r += many) {
+            many = rows - r < DECODE_TOGETHER ? rows - r : DECODE_TOGETHER;
+            from.fetched = turns && from.first < 4 && ahead->bytes ? share : 0;
 #define ROWS(many) \
     FMHA_NAME(decode_pass)(type, what, many, n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j, \
-                           out + r * ldo, shrink ? shrink + r : NULL)
+                           out + r * ldo, shrink ? shrink + r : NULL, several)
             switch (many) {
             case 1: ROWS(1); break;
             case 2: ROWS(2); break;
+            case 3: ROWS(3); break;
             default: ROWS(DECODE_TOGETHER);
             }
 #undef ROWS
-            k_line += from.k_lines;
-            v_line += from.v_lines;
-            from.k_ahead += from.k_lines * FMHA_CACHE_LINE;
-            from.v_ahead += from.v_lines * FMHA_CACHE_LINE;
+            from.first += share;
+            from.v_lines = 0;
         }
     }
 }

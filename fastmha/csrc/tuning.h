@@ -44,10 +44,11 @@
 #define DECODE_KEYS      FMHA_OF(   128,    128,    128,    128,    128)  /* of a block */
 #define DECODE_STEP      FMHA_OF(    16,     16,     16,     16,     16)  /* of them at a time, a multiple of the lanes of every vector: sums of sums err less than one long sum */
 #define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
-#define DECODE_CHAINS    FMHA_OF(     4,      8,      4,      8,      4)  /* sums of scores side by side, of all its rows, at most */
+#define DECODE_CHAINS    FMHA_OF(     8,     16,      8,     16,      8)  /* sums of scores side by side, of all its rows, at most */
 #define DECODE_NEAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values up to which all scores of a block come before its values, and nothing is fetched ahead */
 #define DECODE_AHEAD     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* bytes that each of the two streams is fetched ahead, at least */
 #define DECODE_FAR_AHEAD FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* of 3 query rows and more, which take longer over a key */
+#define DECODE_SHORT     FMHA_OF(   256,    256,    256,    256,    256)  /* bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
 /* Short heads, each an item. */

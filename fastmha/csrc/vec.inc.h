@@ -397,36 +397,36 @@ static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[]
 }
 #define HAVE_TRANSPOSE 1
 
-/* Sums over lanes of many vectors: of vectors 2i and 2i + 1 lanes that differ in `bit` are added, and of both vectors one is made, the
- * second one's in the lanes that have it; and so on, with twice the bit, until all n are row[0]. From bit 1 on, LANES vectors leave the
- * sum of vector i in lane i. */
-static inline __attribute__((always_inline)) void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
+/* Lanes of a that differ in the bit `size` are added, and those of b, of which the result has the lanes that have the bit. */
+static inline __attribute__((always_inline)) VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 {
-#pragma GCC unroll 8
-    for (ptrdiff_t half = n / 2, size = bit; half; half /= 2, size *= 2) {
-        const IVEC second = (LANE_NUMBERS & i_splat(size)) != 0;
-        const IVEC keep = LANE_NUMBERS + (second & i_splat(LANES));
-        const IVEC take = LANE_NUMBERS + i_splat(size) + (second & i_splat(LANES - 2 * size));
-#pragma GCC unroll 16
-        for (ptrdiff_t i = 0; i < half; i++)
-            row[i] = __builtin_shuffle(row[2 * i], row[2 * i + 1], keep) + __builtin_shuffle(row[2 * i], row[2 * i + 1], take);
-    }
+    const IVEC second = (LANE_NUMBERS & i_splat(size)) != 0;
+    const IVEC keep = LANE_NUMBERS + (second & i_splat(LANES));
+    const IVEC take = LANE_NUMBERS + i_splat(size) + (second & i_splat(LANES - 2 * size));
+    return __builtin_shuffle(a, b, keep) + __builtin_shuffle(a, b, take);
 }
 #else
 #define HAVE_TRANSPOSE 0
 
-static inline void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
+static inline VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 {
-    for (ptrdiff_t half = n / 2, size = bit; half; half /= 2, size *= 2)
-        for (ptrdiff_t i = 0; i < half; i++) {
-            REAL pair[2][LANES], sums[LANES];
-            v_store(pair[0], row[2 * i]);
-            v_store(pair[1], row[2 * i + 1]);
-            for (ptrdiff_t l = 0; l < LANES; l++) sums[l] = pair[(l & size) != 0][l] + pair[(l & size) != 0][l ^ size];
-            row[i] = v_load(sums);
-        }
+    REAL pair[2][LANES], sums[LANES];
+    v_store(pair[0], a);
+    v_store(pair[1], b);
+    for (ptrdiff_t l = 0; l < LANES; l++) sums[l] = pair[(l & size) != 0][l] + pair[(l & size) != 0][l ^ size];
+    return v_load(sums);
 }
 #endif
+
+/* Sums over lanes of many vectors: of vectors 2i and 2i + 1 one is made, and so on, with twice the bit, until all n are row[0]. From bit 1
+ * on, LANES vectors leave the sum of vector i in lane i. */
+static inline __attribute__((always_inline)) void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
+{
+#pragma GCC unroll 8
+    for (ptrdiff_t half = n / 2, size = bit; half; half /= 2, size *= 2)
+#pragma GCC unroll 16
+        for (ptrdiff_t i = 0; i < half; i++) row[i] = FMHA_NAME(halved)(row[2 * i], row[2 * i + 1], size);
+}
 
 #if defined(__GNUC__) || defined(__clang__)
 #define v_prefetch(pointer) __builtin_prefetch(pointer)
