@@ -73,7 +73,8 @@ class Tuning:
 _FUSED = Tuning(
     # below, what an item costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that
     # "tiled" leaves empty
-    decode=((1, 32, 64), (2, 32, 256), (4, 64, 1536), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)),
+    decode=((1, 32, 64), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 512, 1024 * 1024),
+            (16, 512, 2 * 1024 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
     product_tiles=TILE,     # a whole tile is enough
@@ -81,7 +82,7 @@ _FUSED = Tuning(
     attention_by_blas=False, products_by_blas=False,
 )
 _WIDE = replace(_FUSED, decode=(        # more lanes are empty
-    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (6, 256, 1792), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))
+    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (6, 128, 2560), (8, 256, 16 * 1024), (24, 512, 2 * 1024 * 1024)))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there
                     decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))
