@@ -16,6 +16,8 @@ PANEL_COLUMNS: int
 ACTIVATIONS: dict[str | None, int]
 SUMMED_ROWS: int
 ROW_STATE: int
+BLOCK_COSTS: dict[int, float]
+RUN_COST: float
 
 def runnable_isas() -> list[str]: ...
 def select_isa(name: str) -> None: ...
@@ -114,7 +116,8 @@ def blas_backward(
     states: _Floats | None, rows: int, threads: int,
 ) -> None: ...
 def tiled_forward(
-    problem: Problem, out: _Operands, lse: _Floats | None, weights: _Floats | None, threads: int
+    problem: Problem, out: _Operands, lse: _Floats | None, weights: _Floats | None, threads: int,
+    blocks: tuple[int, bool] | None = None,
 ) -> None: ...
 def projected_forward(
     problem: Problem, decode: bool, x: _Floats, first: _Weight, projected: _Floats, concat: _Floats, lse: _Floats | None,

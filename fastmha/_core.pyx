@@ -13,19 +13,19 @@ from numpy import dtype as numpy_dtype
 
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
-    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS,
-    FMHA_GELU, FMHA_GELU_TANH, FMHA_HALF, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE, FMHA_NO_ACTIVATION,
-    FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_RELU, FMHA_RESULTS, FMHA_ROW_STATE,
-    FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE,
-    check_signals, fmha_array, fmha_backward_cut, fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held,
-    fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave,
-    fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_by_heads, fmha_by_runs, fmha_chunks,
-    fmha_cut, fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_cut,
-    fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
-    fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut,
-    fmha_matrices_cut, fmha_norm, fmha_ordered_cut, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
-    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_cut, fmha_set_control, fmha_split, fmha_task,
-    fmha_tile_product, fmha_valid_keys,
+    FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_GELU,
+    FMHA_GELU_TANH, FMHA_HALF, FMHA_HALF_COST, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE,
+    FMHA_NO_ACTIVATION, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_QUARTER_COST, FMHA_RELU,
+    FMHA_RESULTS, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS, FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS,
+    FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_backward_cut,
+    fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end,
+    fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_blocks,
+    fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cut, fmha_decode_cut, fmha_finish, fmha_finish_at,
+    fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks, fmha_forward_cut, fmha_heads_cut, fmha_isa_name,
+    fmha_isa_runs, fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of,
+    fmha_mask_cut, fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
+    fmha_pool_workers, fmha_problem, fmha_run, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
+    fmha_valid_keys,
 )
 
 
@@ -37,6 +37,9 @@ PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product sta
 ACTIVATIONS = {None: FMHA_NO_ACTIVATION, "gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 SUMMED_ROWS = FMHA_SUMMED_ROWS                  # of a partial sum of grad_weight
 ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass leaves for each row
+# Of a forward pass of "tiled": what a pair costs in blocks of so many rows, and each run of a block, in pairs of a row.
+BLOCK_COSTS = {FMHA_BLOCK_ROWS: 1.0, FMHA_BLOCK_ROWS // 2: FMHA_HALF_COST, FMHA_BLOCK_ROWS // 4: FMHA_QUARTER_COST}
+RUN_COST = FMHA_RUN_COST * FMHA_RUN_KEYS
 cdef object SINGLE = numpy_dtype("f")
 
 
@@ -947,13 +950,23 @@ def threads_of(Problem problem, bint decode, bint backward, int threads):
     return threads_for(threads, (BACKWARD_TERMS if backward else 1) * attention_terms(&problem.c, problem.is_double))
 
 
-def tiled_forward(Problem problem, out, lse, weights, int threads):
+def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
-    C-contiguous or None."""
+    C-contiguous or None.
+
+    blocks: rows of a block, 16, 32 or 64, and whether each run of keys is an item, whatever the threads; None: as is best for
+    these. The bits are the same. Not on matrix tiles.
+    """
     cdef fmha_run c
+    cdef fmha_blocks named
     read_results(&c, problem, lse, weights)
     read_array(out, &c.out, NULL, problem.element_size, True)
-    run_tiled(&c, problem, threads)
+    if blocks is None:
+        run_tiled(&c, problem, threads, NULL)
+    else:
+        rows, runs = blocks
+        named.rows, named.runs, named.heads_inside = rows, bool(runs) and weights is None, True
+        run_tiled(&c, problem, threads, &named)
 
 
 cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
@@ -964,18 +977,23 @@ cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
     return 0
 
 
-cdef int run_tiled(fmha_run *c, Problem problem, int threads) except -1:
+cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks *named) except -1:
     cdef Scratch scratch
+    cdef fmha_blocks blocks
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    c.cut = fmha_ordered_cut(&c.p, threads)
+    threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
+    if named != NULL:
+        blocks = named[0]
+    else:
+        blocks_for(&c.p, threads, c.weights == NULL, &blocks)
+    c.cut = fmha_blocks_cut(&c.p, &blocks, False)
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return 0
-    threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
     if c.p.parts > 0 and kernels.matrix_forward != NULL:
         return matrix_forward(c, kernels, items, problem.itemsize, threads)
-    if c.weights == NULL and fmha_by_runs(&c.p, threads):
-        return run_by_keys(c, problem, items, threads)
+    if blocks.runs:
+        return run_by_keys(c, problem, &blocks, threads)
     cdef fmha_task task = kernels.tiled_forward if c.weights == NULL else kernels.tiled_weights
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if c.weights == NULL else kernels.weights_scratch(&c.p)
     scratch = scratch_for(size * problem.itemsize, items, threads)
@@ -985,18 +1003,37 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads) except -1:
     return finish()
 
 
-cdef int run_by_keys(fmha_run *c, Problem problem, ptrdiff_t blocks, int threads) except -1:
+cdef int blocks_for(const fmha_problem *p, int threads, bint runs, fmha_blocks *blocks) except -1:
+    """`fmha_forward_blocks`, remembered where it takes a simulation. On matrix tiles blocks are whole."""
+    cdef object key, found
+    if p.parts > 0 or not fmha_blocks_vary(p, threads):
+        blocks[0] = fmha_forward_blocks(p, threads, runs)
+        if p.parts > 0:
+            blocks.rows, blocks.runs = FMHA_BLOCK_ROWS, False
+        return 0
+    key = sizes_of(p, threads, 1 + runs)
+    found = remembered(key)
+    if found is None:
+        blocks[0] = fmha_forward_blocks(p, threads, runs)
+        remember(key, blocks[0])
+    else:
+        blocks[0] = found
+    return 0
+
+
+cdef int run_by_keys(fmha_run *c, Problem problem, const fmha_blocks *blocks, int threads) except -1:
     """`run_tiled` in two passes: over runs of the keys of each block, and over blocks, which merge theirs."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    c.cut = fmha_runs_cut(&c.p)
+    cdef fmha_cut whole = c.cut
+    c.cut = fmha_blocks_cut(&c.p, blocks, True)
     cdef ptrdiff_t parts = fmha_items(&c.cut)
     cdef Scratch scratch = scratch_for(kernels.forward_scratch(&c.p) * problem.itemsize, parts, threads)
-    cdef Scratch runs = Scratch(parts * kernels.run_scratch(&c.p) * problem.itemsize, 1)
+    cdef Scratch runs = Scratch(parts * kernels.run_scratch(&c.p, blocks.rows) * problem.itemsize, 1)
     c.scratch, c.scratch_size, c.chunks = scratch.start, scratch.size, runs.start
     with nogil:
         if fmha_pool_run(kernels.tiled_run, c, parts, scratch.threads):
-            c.cut = fmha_forward_cut(&c.p)
-            fmha_pool_run(kernels.tiled_merge, c, blocks, scratch.threads)
+            c.cut = whole
+            fmha_pool_run(kernels.tiled_merge, c, fmha_items(&whole), scratch.threads)
     return finish()
 
 
@@ -1046,9 +1083,26 @@ def backward_split(Problem problem, int threads):
     return way, split.share, split.whole, split.balance
 
 
-cdef dict splits = {}           # made before: they take as long as some blocks of work do
+cdef dict cuts = {}             # found before, by the sizes: to find them takes as long as some blocks of work do
 cdef enum:
-    MOST_SPLITS = 256
+    MOST_CUTS = 256
+
+
+cdef object remembered(object key):
+    return cuts.get(key)
+
+
+cdef int remember(object key, object cut) except -1:
+    if len(cuts) >= MOST_CUTS:
+        cuts.clear()
+    cuts[key] = cut
+    return 0
+
+
+cdef object sizes_of(const fmha_problem *p, int threads, int of):
+    """What the best cut depends on. of: 0 backward, 1 and 2 forward without and with runs of keys."""
+    return (of, threads, p.B, p.H, p.Hkv, p.Lq, p.Lk, p.parts > 0, p.left, p.right,
+            row_numbers(p.offset if p.banded else NULL, p.B), row_numbers(p.key_start, p.B), row_numbers(p.key_length, p.B))
 
 
 cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except -1:
@@ -1057,14 +1111,11 @@ cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except
     if threads == 1:                # nothing is split: tiny calls
         split[0] = fmha_backward_split(p, threads)
         return 0
-    key = (threads, p.B, p.H, p.Hkv, p.Lq, p.Lk, p.parts > 0, p.left, p.right, row_numbers(p.offset if p.banded else NULL, p.B),
-           row_numbers(p.key_start, p.B), row_numbers(p.key_length, p.B))
-    found = splits.get(key)
+    key = sizes_of(p, threads, 0)
+    found = remembered(key)
     if found is None:
         split[0] = fmha_backward_split(p, threads)
-        if len(splits) >= MOST_SPLITS:
-            splits.clear()
-        splits[key] = split[0]
+        remember(key, split[0])
     else:
         split[0] = found
     return 0
@@ -1167,8 +1218,10 @@ def tiled_scratch(Problem problem, bint backward, int threads):
         by_heads = fmha_by_heads(&problem.c, threads)
         return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
-    cdef fmha_cut runs = fmha_runs_cut(&problem.c)
-    cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c) if fmha_by_runs(&problem.c, threads) else 0
+    cdef fmha_blocks blocks
+    blocks_for(&problem.c, threads, True, &blocks)
+    cdef fmha_cut runs = fmha_blocks_cut(&problem.c, &blocks, True)
+    cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c, blocks.rows) if blocks.runs else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
 
 
@@ -1433,6 +1486,7 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
     so many `threads` busier: over them and over blocks.
     """
     cdef fmha_cut first, second
+    cdef fmha_blocks blocks
     cdef Heads c
     if name == "blas":
         prepare(&c, problem, rows, backward)
@@ -1440,10 +1494,9 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
     if name == "decode":
         first, second = fmha_decode_cut(&problem.c, threads), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
-    first, second = fmha_ordered_cut(&problem.c, threads), fmha_runs_cut(&problem.c)
-    if problem.c.parts == 0 and fmha_by_runs(&problem.c, threads):
-        return [items_of(&second), items_of(&first)]
-    return [items_of(&first)]
+    blocks_for(&problem.c, threads, True, &blocks)
+    first, second = fmha_blocks_cut(&problem.c, &blocks, False), fmha_blocks_cut(&problem.c, &blocks, True)
+    return [items_of(&second), items_of(&first)] if blocks.runs else [items_of(&first)]
 
 
 # ---------------------------------------------------------------------------------------- projections and row functions
@@ -1602,7 +1655,7 @@ def projected_forward(Problem problem, bint decode, x, first, projected, concat,
     if decode:
         run_decode(&c, problem, threads)
     else:
-        run_tiled(&c, problem, threads)
+        run_tiled(&c, problem, threads, NULL)
     project(concat, second, out, threads)
 
 
@@ -1631,7 +1684,7 @@ def projected_step(Problem problem, bint decode, x, first, projected, concat, we
     if decode:
         run_decode(&c, problem, threads)
     else:
-        run_tiled(&c, problem, threads)
+        run_tiled(&c, problem, threads, NULL)
     project(concat, second, out, threads)
 
 

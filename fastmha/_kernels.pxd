@@ -110,7 +110,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_run)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*run_scratch)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*run_scratch)(const fmha_problem *, ptrdiff_t rows) noexcept nogil
         void (*tiled_merge)(void *, ptrdiff_t, int) noexcept nogil
         void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
@@ -162,7 +162,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
     ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
-    ptrdiff_t FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
+    double FMHA_HALF_COST, FMHA_QUARTER_COST, FMHA_RUN_COST
+    ptrdiff_t FMHA_RUN_KEYS, FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -181,10 +182,13 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_split fmha_backward_split(const fmha_problem *, int threads)
     ptrdiff_t fmha_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
-    fmha_cut fmha_ordered_cut(const fmha_problem *, int threads)
-    fmha_cut fmha_runs_cut(const fmha_problem *)
+    ctypedef struct fmha_blocks:
+        ptrdiff_t rows
+        bint runs, heads_inside
+    fmha_blocks fmha_forward_blocks(const fmha_problem *, int threads, bint runs)
+    bint fmha_blocks_vary(const fmha_problem *, int threads)
+    fmha_cut fmha_blocks_cut(const fmha_problem *, const fmha_blocks *, bint runs)
     bint fmha_by_heads(const fmha_problem *, int threads)
-    bint fmha_by_runs(const fmha_problem *, int threads)
     fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)
     fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)
 

@@ -241,11 +241,21 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
         return [np.where(read, chunks["keys"].max(initial=0), 0), np.zeros(len(heads))]
-    if BY_NAME[name] is TILED and not backward and len(passes) == 2:        # to merge runs is next to nothing
-        return [_pairs_of_runs(problem, passes[0]), np.zeros(len(passes[1]))]
+    forward = BY_NAME[name] is TILED and not backward
+    if forward and len(passes) == 2:
+        runs, blocks = passes
+        costs = _pairs_of_runs(problem, runs)
+        merging = _core.RUN_COST * blocks["rows"] * (len(runs) // len(blocks))
+        return [np.where(costs > 0, costs * _cost_of_pair(runs) + _core.RUN_COST * runs["rows"], 0), merging]
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
-    return [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
+    work = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
+    return [work[0] * _cost_of_pair(passes[0])] if forward else work
+
+
+def _cost_of_pair(blocks: np.ndarray) -> float:
+    """Of a pair in these blocks of "tiled"; those that are whole, and so are heads of few rows, have 1."""
+    return _core.BLOCK_COSTS[int(blocks["rows"].max())] if blocks["row"].any() else 1.0
 
 
 def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, int]:
@@ -260,7 +270,10 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
         return busy, -(-Lk // keys) * (-(-blocks // share) if share else 1) * (problem.shape[0] * Hkv - whole)
     passes = _passes(problem, name, backward, threads, rows)
     span = sum(makespan(p, threads) for p in passes if p.any())
-    return sum(float(p.sum()) for p in passes) / threads / span if span else 1.0, max(map(len, passes))
+    work = sum(float(p.sum()) for p in passes)
+    if BY_NAME[name] is TILED:          # what smaller blocks and runs cost beside the pairs is lost
+        work = float(pairs(problem).sum()) * problem.shape[1]
+    return work / threads / span if work else 1.0, max(map(len, passes))
 
 
 def _pairs_of_runs(problem: Problem, items: np.ndarray) -> np.ndarray:

@@ -118,6 +118,11 @@ typedef struct {
  * tile of its keys with turns at grad_q, a share of the blocks on a tile with turns at the sums of that, too, a block to write. */
 enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
 
+/* What a pair costs in blocks of half and of a quarter of the rows; and, in runs of a block, what a run leaves and its merging cost. */
+#define FMHA_HALF_COST 1.04
+#define FMHA_QUARTER_COST 1.055
+#define FMHA_RUN_COST 0.0135
+
 /* In products of a block and a tile: what the passes before and behind cost; of a share, the way of the tile's sums from one thread to
  * the next, and of each of its blocks what that adds to them. */
 #define FMHA_SPLIT_COST 3
@@ -193,7 +198,7 @@ typedef struct {
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
     /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements, and over blocks. */
     void (*tiled_run)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*run_scratch)(const fmha_problem *p);
+    ptrdiff_t (*run_scratch)(const fmha_problem *p, ptrdiff_t rows);       /* of blocks of so many rows */
     void (*tiled_merge)(void *context, ptrdiff_t item, int worker);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*weights_scratch)(const fmha_problem *p);
@@ -335,25 +340,6 @@ static inline fmha_cut fmha_forward_cut(const fmha_problem *p)
     return cut;
 }
 
-/* The same for so many threads: where each has few blocks, the longest of all heads first, which evens out the end; else head after
- * head, whose keys then stay in a cache. */
-#define FMHA_EVEN_BLOCKS 32     /* for each thread */
-#define FMHA_FEW_THREADS 4
-static inline fmha_cut fmha_ordered_cut(const fmha_problem *p, int threads)
-{
-    fmha_cut cut = fmha_forward_cut(p);
-    cut.heads_inside = p->banded && threads > FMHA_FEW_THREADS && fmha_items(&cut) < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads;
-    return cut;
-}
-
-/* The same, each block cut into runs of its keys. */
-static inline fmha_cut fmha_runs_cut(const fmha_problem *p)
-{
-    fmha_cut cut = fmha_forward_cut(p);
-    cut.col_step = FMHA_RUN_KEYS;
-    return cut;
-}
-
 /* Whether so many items, all of one cost, keep nine of ten threads busy. */
 static inline int fmha_busy(ptrdiff_t items, int threads)
 {
@@ -371,16 +357,37 @@ static inline int fmha_by_heads(const fmha_problem *p, int threads)
     return many && fmha_busy(heads, threads);
 }
 
-/* Whether so many threads are kept busier by runs of keys: where blocks are few, unless they keep threads busy.
- * What runs leave takes memory. */
-#define FMHA_MANY_BLOCKS 8      /* for each thread */
-static inline int fmha_by_runs(const fmha_problem *p, int threads)
+/* How a forward pass is cut: blocks of so many rows, each whole or in runs of its keys, and whether the longest blocks of all heads come
+ * first, which evens out the end, or head after head, whose keys then stay in a cache. The bits are the same. */
+typedef struct {
+    ptrdiff_t rows;
+    int runs, heads_inside;
+} fmha_blocks;
+
+/* The best for so many threads. runs: whether blocks may be cut into runs. */
+fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs);
+
+static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks *blocks, int runs)
+{
+    fmha_cut cut = fmha_forward_cut(p);
+    cut.row_step = blocks->rows;
+    cut.heads_inside = blocks->heads_inside;
+    if (runs) cut.col_step = FMHA_RUN_KEYS;
+    return cut;
+}
+
+/* Whether that takes a simulation: where the threads are many, have few blocks each, and these do not come out even. Else blocks are
+ * whole, or in runs where few threads have few blocks. */
+#define FMHA_FEW_THREADS 4
+#define FMHA_EVEN_BLOCKS 32     /* for each thread: one more or less then counts for little */
+#define FMHA_MANY_BLOCKS 8      /* for each thread; what runs of more leave takes memory */
+static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
 {
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t blocks = fmha_items(&cut);
-    if (threads == 1 || p->Lk <= FMHA_RUN_KEYS || blocks >= FMHA_MANY_BLOCKS * threads) return 0;
-    if (p->banded) return threads <= FMHA_FEW_THREADS || blocks < 3 * threads;      /* else the order of the blocks is enough */
-    return !fmha_busy(blocks, threads);
+    if (threads <= FMHA_FEW_THREADS || blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
+    if (p->banded || p->key_start || p->key_length) return blocks < FMHA_MANY_BLOCKS * threads;
+    return 100 * blocks < 97 * ((blocks + threads - 1) / threads) * threads;
 }
 
 /* How the heads of a backward pass are split: the first `whole` are items of FMHA_WHOLE, the others in FMHA_TURNS or FMHA_SHARES, of so

@@ -16,19 +16,19 @@ typedef struct {
 } FMHA_NAME(forward_memory);
 
 /* Returns the size in REALs; without memory that is all. */
-static ptrdiff_t FMHA_NAME(softmaxes_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(softmaxes) *x)
+static ptrdiff_t FMHA_NAME(softmaxes_layout)(const fmha_problem *p, ptrdiff_t rows, REAL *memory, FMHA_NAME(softmaxes) *x)
 {
     ptrdiff_t used = 0;
-    x->peak = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
-    x->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
-    x->out = FMHA_NAME(take)(memory, &used, ROUND_UP(p->Dv, LANES) * BLOCK_ROWS);
+    x->peak = FMHA_NAME(take)(memory, &used, rows);
+    x->total = FMHA_NAME(take)(memory, &used, rows);
+    x->out = FMHA_NAME(take)(memory, &used, ROUND_UP(p->Dv, LANES) * rows);
     return used;
 }
 
-static ptrdiff_t FMHA_NAME(run_scratch)(const fmha_problem *p)
+static ptrdiff_t FMHA_NAME(run_scratch)(const fmha_problem *p, ptrdiff_t rows)
 {
     FMHA_NAME(softmaxes) unused;
-    return FMHA_NAME(softmaxes_layout)(p, NULL, &unused);
+    return FMHA_NAME(softmaxes_layout)(p, rows, NULL, &unused);
 }
 
 /* For so many keys at a time, TILE_KEYS or more. Returns the size in REALs; without memory that is all. */
@@ -45,7 +45,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->copy = FMHA_NAME(take)(memory, &used, keys * value_width);
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
-    used += FMHA_NAME(softmaxes_layout)(p, memory ? memory + used : NULL, &m->run);
+    used += FMHA_NAME(softmaxes_layout)(p, BLOCK_ROWS, memory ? memory + used : NULL, &m->run);
     return used;
 }
 
@@ -396,11 +396,12 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }
 
-/* What the run of keys `index` of all blocks has left. */
-static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, ptrdiff_t index)
+/* What the run of keys `place` of all blocks has left. */
+static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, ptrdiff_t place)
 {
+    const ptrdiff_t rows = run->cut.row_step;
     FMHA_NAME(softmaxes) of;
-    FMHA_NAME(softmaxes_layout)(&run->p, (REAL *)run->chunks + index * FMHA_NAME(run_scratch)(&run->p), &of);
+    FMHA_NAME(softmaxes_layout)(&run->p, rows, (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(&run->p, rows), &of);
     return of;
 }
 
@@ -411,7 +412,7 @@ static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     FMHA_NAME(forward_memory) m;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, index);
+    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, fmha_place(&run->cut, &item));
     const int meets = FMHA_NAME(meets_run)(&block, item.j0);
     if (meets || item.j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item.j0, &to);     /* others are left out of the merging */
     if (!meets) return;
@@ -429,15 +430,15 @@ static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     FMHA_NAME(forward_memory) m;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    const ptrdiff_t runs = fmha_parts(p->Lk, FMHA_RUN_KEYS);
+    const ptrdiff_t runs = fmha_parts(p->Lk, FMHA_RUN_KEYS), place = fmha_place(&run->cut, &item) * runs;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(p);
-    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, index * runs);
+    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, place);
     memcpy(sums.peak, first.peak, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.total, first.total, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.out, first.out, (size_t)(block.queries * block.value_width) * sizeof(REAL));
     for (ptrdiff_t n = 1; n < runs; n++) {
-        const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, index * runs + n);
+        const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, place + n);
         if (FMHA_NAME(meets_run)(&block, n * FMHA_RUN_KEYS)) FMHA_NAME(merge_run)(&block, &of, &sums);
     }
     FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(found)(&block, m.out, FMHA_NAME(touched)(p, &block, 0, p->Lk)));

@@ -63,6 +63,14 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
     return item;
 }
 
+/* The number of an item in the order of heads, rows and columns, whatever the order of the cut. */
+static inline ptrdiff_t fmha_place(const fmha_cut *cut, const fmha_item *item)
+{
+    const ptrdiff_t row = cut->row_step ? item->i0 / cut->row_step : 0, col = cut->col_step ? item->j0 / cut->col_step : 0;
+    const ptrdiff_t head = item->b * cut->heads + item->h - cut->first;
+    return (head * fmha_parts(cut->rows, cut->row_step) + row) * fmha_parts(cut->cols, cut->col_step) + col;
+}
+
 /* Matrices, one per batch row, in slices of rows and columns. */
 static inline fmha_cut fmha_matrices_cut(ptrdiff_t count, ptrdiff_t rows, ptrdiff_t row_step, ptrdiff_t cols, ptrdiff_t col_step)
 {

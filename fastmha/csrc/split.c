@@ -1,10 +1,11 @@
-/* How the heads of a tiled backward pass are best split for so many threads: each way is simulated, and the one that ends first taken.
+/* How the work of "tiled" is best cut for so many threads: each way is simulated, and the one that ends first taken.
  *
- * Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5: scores, dP, dV, dK, and dQ last,
+ * Backward, how heads are split. Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5: scores, dP, dV, dK, and dQ last,
  * which waits for that of the tile before. Items are handed out in order to whoever is free. What a block has to do with a tile is judged
  * by its middle row. */
 #include "fastmha.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #define PRODUCTS 5
@@ -172,5 +173,64 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads)
     }
     free(s.spans);
     free(s.busy);
+    return best;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ forward */
+
+#define MOST_ITEMS (1 << 16)    /* that are simulated */
+#define MOST_LEFT (1 << 25)     /* numbers that runs may leave */
+
+/* In pairs of a query and a key, of which the middle row has the mean. */
+static double cost_of_block(const fmha_problem *p, const fmha_item *item, const fmha_blocks *blocks, int runs)
+{
+    const double factor = blocks->rows == FMHA_BLOCK_ROWS ? 1 : blocks->rows == FMHA_BLOCK_ROWS / 2 ? FMHA_HALF_COST : FMHA_QUARTER_COST;
+    ptrdiff_t low, high;
+    fmha_row_keys(p, item->b, (item->i0 + item->rows / 2) % p->Lq, &low, &high);
+    if (low < item->j0) low = item->j0;
+    if (high > item->j0 + item->cols) high = item->j0 + item->cols;
+    if (low >= high) return 0;
+    return (double)item->rows * ((double)(high - low) * factor + (runs ? FMHA_RUN_COST * FMHA_RUN_KEYS : 0));
+}
+
+/* When the last thread ends; INFINITY where that would take long to say. busy: for each thread, a heap. */
+static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int threads, double *busy)
+{
+    const fmha_cut cut = fmha_blocks_cut(p, blocks, blocks->runs);
+    const ptrdiff_t items = fmha_items(&cut), runs = blocks->runs ? fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
+    const ptrdiff_t merged = runs ? (items / runs + threads - 1) / threads : 0;           /* blocks that the busiest thread merges */
+    const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows);
+    if (!p->banded && !p->key_start && !p->key_length && !runs) {
+        const fmha_item first = fmha_item_of(&cut, items - 1);          /* the first block of the last head: a whole one */
+        return (double)((items + threads - 1) / threads) * cost_of_block(p, &first, blocks, 0);
+    }
+    schedule s = {.threads = threads, .busy = busy};
+    if (items > MOST_ITEMS) return INFINITY;
+    begin(&s);
+    for (ptrdiff_t n = 0; n < items; n++) {
+        const fmha_item item = fmha_item_of(&cut, n);
+        const double cost = cost_of_block(p, &item, blocks, blocks->runs);
+        if (cost > 0) take(&s, busy[0] + cost);
+    }
+    return end(&s) + merging;
+}
+
+fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs)
+{
+    const fmha_cut cut = fmha_forward_cut(p);
+    const ptrdiff_t whole = fmha_items(&cut);
+    const ptrdiff_t parts = fmha_parts(p->Lk, FMHA_RUN_KEYS), left = whole * FMHA_BLOCK_ROWS * (p->Dv + 2);
+    const int few = parts > 1 && whole < FMHA_MANY_BLOCKS * threads && left <= MOST_LEFT / parts;
+    fmha_blocks best = {FMHA_BLOCK_ROWS, 0, p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
+    if (threads <= FMHA_FEW_THREADS) best.runs = runs && few && threads > 1 && (p->banded || !fmha_busy(whole, threads));
+    if (whole == 0 || !fmha_blocks_vary(p, threads)) return best;
+    double *busy = malloc((size_t)threads * sizeof *busy), least = INFINITY;
+    for (int way = 0; busy && way < (runs && few ? 2 : 1); way++)
+        for (ptrdiff_t rows = FMHA_BLOCK_ROWS; rows >= FMHA_BLOCK_ROWS / 4; rows /= 2) {
+            const fmha_blocks blocks = {rows, way, best.heads_inside};
+            const double time = of_blocks(p, &blocks, threads, busy);
+            if (time < least) least = time, best = blocks;
+        }
+    free(busy);
     return best;
 }

@@ -486,7 +486,7 @@ def test_few_rows_of_half_precision_are_decoded_under_every_rule_and_nothing_is_
 
 
 def test_auto_decodes_few_rows(isa, rng):
-    for H, Lq in ((1, 1), (4, 1), (2, 2), (1, 4)):
+    for H, Lq in ((1, 1), (3, 1), (1, 2), (1, 3)):
         q, k, v, _ = draw(rng, 2, H, 1, Lq, 300, 64, 8)
         assert fastmha.plan(q, k, v).algorithm == "decode"
         assert same_bits(fastmha.attention(q, k, v), decode(q, k, v)[0])

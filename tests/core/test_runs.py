@@ -9,6 +9,7 @@ from support import all_dtypes, assert_close, draw, every_isa, oracle, same_bits
 
 import fastmha
 from fastmha import _core
+from fastmha.validate import Rules, attention_problem
 
 RUN = 768
 SHAPES = [  # H, Hkv, Lq, Lk, D, Dv
@@ -48,6 +49,62 @@ def test_runs_of_keys_agree_with_the_oracle_and_have_the_bits_of_one_item(shape,
     for threads in (2, 5):
         for x, y in zip(whole, forward(q, k, v, threads, **rules), strict=True):
             assert same_bits(x, y)
+
+
+CUTS = [(rows, runs) for rows in (16, 32, 64) for runs in (False, True)]
+
+
+def cut_forward(q, k, v, cut, threads, weights=False, **rules):
+    """Out and lse, or the weights, of blocks of so many rows, in runs of keys or whole."""
+    problem = attention_problem(q, k, v, "BHLD", Rules(**{"offset": 0 if rules.get("is_causal") else None, **rules}))
+    B, H, _, Lq, Lk, _, Dv = problem.shape
+    real = np.float64 if problem.is_double else np.float32
+    out, lse = np.full((B, H, Lq, Dv), 9, q.dtype), np.full((B, H, Lq), 9, real)
+    of = np.full((B, H, Lq, Lk), 9, real) if weights else None
+    _core.tiled_forward(problem, out, lse, of, threads, cut)
+    return (out, lse, of) if weights else (out, lse)
+
+
+@every_isa
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_blocks_of_any_rows_in_runs_or_whole_have_the_same_bits(dtype, rules, isa, rng):
+    for H, Hkv, Lq, Lk, D, Dv in ((2, 1, 75, 2 * RUN + 50, 9, 8), (4, 2, 130, 200, 16, 5)):
+        q, k, v, _ = draw(rng, 2, H, Hkv, Lq, Lk, D, Dv, dtype)
+        of = {name: np.repeat(x, 2) if name in ("key_padding_lengths",) else x for name, x in RULES[rules](Lq, Lk).items()}
+        if "key_ranges" in of:
+            of["key_ranges"] = tuple(np.minimum(np.repeat(x, 2), Lk) for x in of["key_ranges"])
+        whole = forward(q, k, v, 1, **of)
+        for cut in CUTS:
+            for threads in (1, 3):
+                assert all(map(same_bits, whole, cut_forward(q, k, v, cut, threads, **of)))
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_blocks_of_any_rows_have_the_same_bits_with_weights_and_with_nan_and_infinity(dtype, isa, rng):
+    q, k, v, _ = draw(rng, 1, 4, 2, 70, 2 * RUN + 5, 8, 6, dtype)
+    rules = {"is_causal": True, "offset": RUN}
+    whole = cut_forward(q, k, v, (64, False), 1, weights=True, **rules)
+    for cut in CUTS:
+        assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, weights=True, **rules)))
+    v[0, 0, RUN + 40, 3], k[0, 1, RUN + 60, 0], q[0, 2, 33, 1] = np.inf, np.nan, -np.inf
+    whole = cut_forward(q, k, v, (64, False), 1, **rules)
+    assert np.isnan(whole[0]).any()
+    for cut in CUTS:
+        assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, **rules)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_threads_with_few_blocks_each_are_kept_busy_by_smaller_ones(causal):
+    """Whole blocks would leave a third of them idle: 256 for 192 threads."""
+    for B, H, L in ((4, 8, 512), (1, 16, 1024), (1, 8, 2048)):
+        x = np.broadcast_to(np.float32(0), (B, H, L, 64))
+        plan = fastmha.plan(x, x, x, num_threads=192, algorithm="tiled", is_causal=causal, offset=0 if causal else None)
+        assert plan.balance > 0.83
+        problem = attention_problem(x, x, x, "BHLD", Rules(is_causal=causal, offset=0 if causal else None))
+        items = np.frombuffer(_core.items(problem, "tiled", False, 0, 192)[0], np.dtype((np.intp, 6)))
+        assert items[:, 3].max() < 64 or len(items) > B * H * L // 64
 
 
 @every_isa
@@ -93,4 +150,5 @@ def test_a_plan_knows_that_runs_of_keys_keep_threads_busy():
     assert min(plan.balance for plan in busy.values()) > 0.9
     assert busy[8].scratch_bytes > 8 * busy[1].scratch_bytes        # what the runs leave
     items = _core.items(fastmha.validate.attention_problem(q, k, k, "BHLD", fastmha.validate.Rules()), "tiled", False, 0, 8)
-    assert [len(x) // 48 for x in items] == [-(-100_000 // RUN), 1]
+    parts, blocks = (len(x) // 48 for x in items)
+    assert parts == -(-100_000 // RUN) * blocks
