@@ -116,10 +116,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
         const char *at = key[a] + d * size; \
         row[a] = load; \
     } \
-    if (fetched > 0) v_prefetch_far(ahead + d * size); \
-    if (fetched > 1) v_prefetch_far(ahead + d * size + ldk); \
-    if (fetched > 2) v_prefetch_far(ahead + d * size + 2 * ldk); \
-    if (fetched > 3) v_prefetch_far(ahead + d * size + 3 * ldk); \
+    for (int a = 0; a < fetched && d * size % FMHA_CACHE_LINE == 0; a++) v_prefetch_far(ahead + d * size + a * ldk); \
     _Pragma("GCC unroll 16") \
     for (int e = 0; e < many * abreast; e++) total[e] = total[e] + row[e % abreast] * query[e / abreast];
     ptrdiff_t d = 0;
@@ -139,13 +136,13 @@ static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int
     const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
 {
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines, k_ahead = from->k_ahead + from->first * ldk;
-    const int fetched = abreast == 4 ? from->fetched : 0;
     const char *k = from->k, *v = from->v;
     for (ptrdiff_t j = 0; j < keys; j += LANES) {
         VEC sum[DECODE_TOGETHER * LANES];
         for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk) {
             for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v += ldv)
                 for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
+            const int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
             if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, sum + l / abreast);
             else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
         }
@@ -169,7 +166,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const in
     for (int i = 0; i < nv; i++) {
         const char *at = v + i * LANES * FMHA_NAME(stored_size)(type);
         const int part = STORED_PARTS(type) && i == nv - 1 && last < LANES;
-        if (v_ahead) v_prefetch_far(at + v_ahead);
+        if (v_ahead && i * LANES * FMHA_NAME(stored_size)(type) % FMHA_CACHE_LINE == 0) v_prefetch_far(at + v_ahead);
         const VEC value = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) total[r][i] = total[r][i] + weight[r] * value;

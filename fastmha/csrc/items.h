@@ -12,7 +12,7 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first: with causality they have the most keys */
     int heads_inside;               /* heads change first, else last */
-    ptrdiff_t together;             /* of a head so many parts of the columns change first, then rows, then the others; 0: all columns */
+    ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
 } fmha_cut;
 
 /* Rows i0 .. i0+rows and columns j0 .. j0+cols of head h of batch row b. */
@@ -32,6 +32,32 @@ static inline ptrdiff_t fmha_items(const fmha_cut *cut)
     return (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
 }
 
+/* Columns that go together go askew: each is so many rows behind the one before, whose items its own have not to wait for then. */
+#define FMHA_SKEW 2
+
+/* How many items of `rows` rows and of columns that go together come before a step: in step t are row t of the first column, row
+ * t - FMHA_SKEW of the second, and so on. */
+static inline ptrdiff_t fmha_items_before(ptrdiff_t step, ptrdiff_t rows, ptrdiff_t cols)
+{
+    ptrdiff_t items = 0;
+    for (ptrdiff_t col = 0, done = step; col < cols && done > 0; col++, done -= FMHA_SKEW) items += done < rows ? done : rows;
+    return items;
+}
+
+/* Row and column of the item `place` of those. */
+static inline void fmha_askew(ptrdiff_t place, ptrdiff_t rows, ptrdiff_t cols, ptrdiff_t *row, ptrdiff_t *col)
+{
+    ptrdiff_t low = 0, high = rows + FMHA_SKEW * (cols - 1);        /* the step lies in [low, high) */
+    while (high - low > 1) {
+        const ptrdiff_t middle = (low + high) / 2;
+        if (fmha_items_before(middle, rows, cols) <= place) low = middle;
+        else high = middle;
+    }
+    *col = low < rows ? 0 : (low - rows) / FMHA_SKEW + 1;           /* the first that has not ended */
+    *col += place - fmha_items_before(low, rows, cols);
+    *row = low - *col * FMHA_SKEW;
+}
+
 /* Columns change first, then rows, then heads; or as heads_inside and together say. */
 static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 {
@@ -43,9 +69,8 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
     }
     if (cut->together && row_parts > 1 && col_parts > 1) {
         const ptrdiff_t place = head % (row_parts * col_parts), first = place / (row_parts * cut->together) * cut->together;
-        const ptrdiff_t cols = col_parts - first < cut->together ? col_parts - first : cut->together, own = place - first * row_parts;
-        row = own / cols;
-        col = first + own % cols;
+        fmha_askew(place - first * row_parts, row_parts, col_parts - first < cut->together ? col_parts - first : cut->together, &row, &col);
+        col += first;
         head /= row_parts * col_parts;
     } else {
         if (col_parts > 1) col = head % col_parts, head /= col_parts;

@@ -10,7 +10,7 @@
 
 #define PRODUCTS 5
 #define MOST_MEETINGS (1 << 18)     /* of blocks and tiles of the heads that are split: with more of them all ways are near to even */
-#define MOST_TOGETHER 4             /* tiles: the more threads take turns at one, the longer it holds them up */
+#define MOST_TOGETHER 8             /* tiles: the more threads take turns at one, the longer it holds them up */
 #define CAUSAL_STAGGER 15           /* products that a tile waits for the one before it on a diagonal: three blocks */
 
 typedef struct {
@@ -104,9 +104,9 @@ static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
     for (ptrdiff_t from = 0; from < s->tiles; from += together) {
         const ptrdiff_t to = from + together < s->tiles ? from + together : s->tiles;
         for (ptrdiff_t e = 0; e < heads * together; e++) s->turns_k[e] = 0;
-        for (ptrdiff_t first = 0; first < s->blocks; first += step)
-            for (ptrdiff_t tile = from; tile < to; tile++)
-                for (ptrdiff_t n = 0; n < heads; n++)
+        for (ptrdiff_t at = 0; at < fmha_parts(s->blocks, step) + FMHA_SKEW * (to - from - 1); at++)
+            for (ptrdiff_t tile = from, first = at * step; tile < to && first >= 0; tile++, first -= FMHA_SKEW * step)
+                for (ptrdiff_t n = 0; n < heads && first < s->blocks; n++)
                     share_item(s, n, first, first + step < s->blocks ? first + step : s->blocks, tile, share ? s->turns_k + n * together + tile - from : NULL);
     }
     return end(s);
@@ -137,7 +137,7 @@ static void set_spans(schedule *s)
 fmha_split fmha_backward_split(const fmha_problem *p, int threads)
 {
     static const struct { ptrdiff_t share, together; } ways[] = {
-        {0, 1}, {8, 1}, {4, 1}, {2, 1}, {1, 1}, {8, MOST_TOGETHER}, {4, MOST_TOGETHER}, {2, MOST_TOGETHER},
+        {0, 1}, {8, 1}, {4, 1}, {2, 1}, {1, 1}, {8, 4}, {4, 4}, {2, 4}, {1, 4}, {4, MOST_TOGETHER}, {2, MOST_TOGETHER}, {1, MOST_TOGETHER},
     };
     const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, blocks = fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
     fmha_split best = {FMHA_WHOLE, heads, 0, 0, 1};
