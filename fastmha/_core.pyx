@@ -982,7 +982,7 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks 
     cdef fmha_blocks blocks
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
-    if named != NULL:
+    if named != NULL and c.p.parts == 0:
         blocks = named[0]
     else:
         blocks_for(&c.p, threads, c.weights == NULL, &blocks)
@@ -1004,15 +1004,13 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks 
 
 
 cdef int blocks_for(const fmha_problem *p, int threads, bint runs, fmha_blocks *blocks) except -1:
-    """`fmha_forward_blocks`, remembered where it takes a simulation. On matrix tiles blocks are whole."""
+    """`fmha_forward_blocks`, remembered where it takes a simulation."""
     cdef object key, found
-    if p.parts > 0 or not fmha_blocks_vary(p, threads):
+    if not fmha_blocks_vary(p, threads):
         blocks[0] = fmha_forward_blocks(p, threads, runs)
-        if p.parts > 0:
-            blocks.rows, blocks.runs = FMHA_BLOCK_ROWS, False
         return 0
     key = sizes_of(p, threads, 1 + runs)
-    found = remembered(key)
+    found = cuts.get(key)
     if found is None:
         blocks[0] = fmha_forward_blocks(p, threads, runs)
         remember(key, blocks[0])
@@ -1088,10 +1086,6 @@ cdef enum:
     MOST_CUTS = 256
 
 
-cdef object remembered(object key):
-    return cuts.get(key)
-
-
 cdef int remember(object key, object cut) except -1:
     if len(cuts) >= MOST_CUTS:
         cuts.clear()
@@ -1112,7 +1106,7 @@ cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except
         split[0] = fmha_backward_split(p, threads)
         return 0
     key = sizes_of(p, threads, 0)
-    found = remembered(key)
+    found = cuts.get(key)
     if found is None:
         split[0] = fmha_backward_split(p, threads)
         remember(key, split[0])

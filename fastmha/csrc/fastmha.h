@@ -376,7 +376,7 @@ static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks 
     return cut;
 }
 
-/* Whether that takes a simulation: where the threads are many, have few blocks each, and these do not come out even. Else blocks are
+/* Whether that takes a simulation: not on matrix tiles, whose blocks are whole, but where the threads are many, have few blocks each, and these do not come out even. Else blocks are
  * whole, or in runs where few threads have few blocks. */
 #define FMHA_FEW_THREADS 4
 #define FMHA_EVEN_BLOCKS 32     /* for each thread: one more or less then counts for little */
@@ -385,7 +385,7 @@ static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
 {
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t blocks = fmha_items(&cut);
-    if (threads <= FMHA_FEW_THREADS || blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
+    if (p->parts > 0 || threads <= FMHA_FEW_THREADS || blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
     if (p->banded || p->key_start || p->key_length) return blocks < FMHA_MANY_BLOCKS * threads;
     return 100 * blocks < 97 * ((blocks + threads - 1) / threads) * threads;
 }

@@ -1,8 +1,8 @@
 /* How the work of "tiled" is best cut for so many threads: each way is simulated, and the one that ends first taken.
  *
- * Backward, how heads are split. Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5: scores, dP, dV, dK, and dQ last,
- * which waits for that of the tile before. Items are handed out in order to whoever is free. What a block has to do with a tile is judged
- * by its middle row. */
+ * Backward, how heads are split. Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5:
+ * scores, dP, dV, dK, and dQ last, which waits for that of the tile before. Items are handed out in order to whoever is free. What a
+ * block has to do with a tile is judged by its middle row. */
 #include "fastmha.h"
 
 #include <math.h>
@@ -222,7 +222,7 @@ fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs)
     const ptrdiff_t parts = fmha_parts(p->Lk, FMHA_RUN_KEYS), left = whole * FMHA_BLOCK_ROWS * (p->Dv + 2);
     const int few = parts > 1 && whole < FMHA_MANY_BLOCKS * threads && left <= MOST_LEFT / parts;
     fmha_blocks best = {FMHA_BLOCK_ROWS, 0, p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
-    if (threads <= FMHA_FEW_THREADS) best.runs = runs && few && threads > 1 && (p->banded || !fmha_busy(whole, threads));
+    if (threads <= FMHA_FEW_THREADS) best.runs = runs && few && p->parts == 0 && threads > 1 && (p->banded || !fmha_busy(whole, threads));
     if (whole == 0 || !fmha_blocks_vary(p, threads)) return best;
     double *busy = malloc((size_t)threads * sizeof *busy), least = INFINITY;
     for (int way = 0; busy && way < (runs && few ? 2 : 1); way++)
