@@ -44,9 +44,9 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks, and a copy of k; copies of a block of q and grad_out; keys and values, and rows of q and
- * grad_out, where they are converted; sums of P of a block that nobody reads; what is kept of all blocks of a head where it is one item. */
+ * grad_out, where they are converted; sums of P of a block that nobody reads; few_scores'; what is kept of all blocks of a head where it is one item. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
 
@@ -72,6 +72,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * value_width);
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
     m->unread = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH(width > value_width ? width : value_width));
     return used + FMHA_NAME(packed_layout)(p, kept_rows, memory ? memory + used : NULL, &m->packed);
 }
 
@@ -101,7 +102,7 @@ typedef struct {
     const fmha_run *run;
     FMHA_NAME(backward_memory) m;
     REAL far_above;             /* lse beyond it is far */
-    int few;                    /* the rows are so few that "decode" may have made their lse */
+    int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
     int q_finite, k_finite, grad_out_finite;
     ptrdiff_t b, hkv, j0, j1;   /* the keys and values that lie converted in the scratch, none at first */
 } FMHA_NAME(backward);
@@ -363,13 +364,15 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
         v_store(rows->sum + first + v * LANES, v_load(rows->sum + first + v * LANES) + sum[v]);
 }
 
-/* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width); banded: the spans alone, zeros where a vector of rows
- * is not at work among others that are. */
+/* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width), of sums that are 0 where this is the first, which not banded is
+ * multiplied by factor; banded: the spans alone, zeros where a vector of rows is not at work among others that are. */
 static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *a, const REAL *x, ptrdiff_t ldx,
-                                    ptrdiff_t width, REAL *sums)
+                                    ptrdiff_t width, int first, REAL factor, REAL *sums)
 {
     ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
-    if (!banded) FMHA_NAME(product_rows_add)(n, width, block->rows, a, queries, x, ldx, sums, width);
+    if (!banded && first) FMHA_NAME(product_rows_first)(n, width, block->rows, a, queries, x, ldx, sums, width, factor);
+    else if (!banded) FMHA_NAME(product_rows_add)(n, width, block->rows, a, queries, x, ldx, sums, width);
+    else if (first) memset(sums, 0, (size_t)(n * width) * sizeof(REAL));
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
         for (ptrdiff_t v = v0; v < v1; v++)
             for (ptrdiff_t e = k; e < k + count; e++)
@@ -422,16 +425,22 @@ static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
 }
 
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
- * latter two without the factor scale; grad_q at its turn. */
-static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
-                                      ptrdiff_t j, ptrdiff_t n, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
+ * latter two without the factor scale; grad_q at its turn. first: grad_k and grad_v are 0, whatever is there; returns whether grad_k got `factor`
+ * then. */
+static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                                     ptrdiff_t j, ptrdiff_t n, int first, REAL factor, REAL *grad_k, REAL *grad_v,
+                                     REAL *grad_q, const FMHA_NAME(turn) *turn)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
     ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
     REAL *s = w->m.scores, *g = w->m.grad_scores;
     int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
-    if (banded < 0) return;
+    if (banded < 0 && first) {
+        memset(grad_k, 0, (size_t)(n * width) * sizeof(REAL));
+        memset(grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
+    }
+    if (banded < 0) return 0;
     FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, n, p->softcap != 0 ? w->m.slopes : NULL);
     for (ptrdiff_t q = 0; p->dropout.factor != 0 && q < queries; q += LANES)
         for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)
@@ -439,15 +448,16 @@ static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
     int finite = w->grad_out_finite || !touched;
     const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
-    FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, grad_v);
+    FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, first, 1, grad_v);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
     /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
     finite = w->q_finite || !touched;
+    const int multiplied = first && !banded && finite;
     rows = FMHA_NAME(block_matrix)(p, &p->q, block, p->D, finite, w->m.copy_q, &ld);
-    FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, grad_k);
+    FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
-    if (!FMHA_NAME(wait_for)(turn)) return;
+    if (!FMHA_NAME(wait_for)(turn)) return multiplied;
     finite = w->k_finite || !touched;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
@@ -459,6 +469,7 @@ static void FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
                                                  grad_q + q * width, width);
     }
     if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
+    return multiplied;
 }
 
 /* to <- factor * from. */
@@ -551,6 +562,7 @@ static uint64_t FMHA_NAME(gradient_block)(const FMHA_NAME(gradients) *x, ptrdiff
     const fmha_problem *p = &x->w.run->p;
     *own = FMHA_NAME(packed_from)(p, &x->packed, i0);
     FMHA_NAME(block_rows)(p, block, x->item.b, x->item.h, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS);
+    if (x->w.fewest) block->few = x->w.m.few;
 #if FMHA_TILES
     if (x->matrix) {
         FMHA_NAME(gradient_rows) rows;
@@ -659,6 +671,16 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
     const ptrdiff_t of_k = TILE_KEYS * x->width, of_v = TILE_KEYS * x->value_width, summed = x->matrix ? TILE_KEYS : n;
     REAL *sums_k[FMHA_MOST_SHARE] = {x->w.m.grad_k}, *sums_v[FMHA_MOST_SHARE] = {x->w.m.grad_v};
     int many = 0;       /* sums: one, or one for each block of a share that has met some keys */
+    char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
+    char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
+    /* Sums of one block are where they are wanted at once. */
+    const int one = !x->matrix && !x->share && run->cut.rows <= BLOCK_ROWS && p->stored == FMHA_SAME;
+    const int direct_k = one && p->D == x->width && run->grad_k.stride[2] == p->D && rest == 1;
+    const int direct_v = one && p->Dv == x->value_width && run->grad_v.stride[2] == p->Dv;
+    int multiplied = 0;
+    if (direct_k) sums_k[0] = (REAL *)to_k;
+    if (direct_v) sums_v[0] = (REAL *)to_v;
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
 #endif
@@ -671,23 +693,27 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         if (low >= high) continue;
         const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / TILE_KEYS - block.j0 / TILE_KEYS)};
         if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
-        if (many == 0 || x->share) {
+        const int begins = many == 0 || x->share, writes = begins && !x->matrix && high - low == n;
+        if (begins && x->share) {
             sums_k[many] = x->w.m.grad_k + many * of_k;
             sums_v[many] = x->w.m.grad_v + many * of_v;
-            memset(sums_k[many], 0, (size_t)(summed * x->width) * sizeof(REAL));
-            memset(sums_v[many++], 0, (size_t)(summed * x->value_width) * sizeof(REAL));
         }
-        REAL *to_k = sums_k[many - 1], *to_v = sums_v[many - 1];
+        if (begins && !writes) {
+            memset(sums_k[many], 0, (size_t)(summed * x->width) * sizeof(REAL));
+            memset(sums_v[many], 0, (size_t)(summed * x->value_width) * sizeof(REAL));
+        }
+        many += begins;
+        REAL *of_keys = sums_k[many - 1], *of_values = sums_v[many - 1];
 #if FMHA_TILES
         if (x->matrix) {
             FMHA_NAME(gradient_rows) rows;
             FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
-            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, to_k, to_v, x->grad_q + i0 * x->width, &turn);
+            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys, of_values, x->grad_q + i0 * x->width, &turn);
         }
 #endif
         if (wanted)
-            FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, to_k + (low - j) * x->width, to_v + (low - j) * x->value_width,
-                                      own.grad_q, &turn);
+            multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes, direct_k ? factor : 1, of_keys + (low - j) * x->width,
+                                                   of_values + (low - j) * x->value_width, own.grad_q, &turn);
         if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn)(&turn);
     }
     if (x->share) {
@@ -704,11 +730,9 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         memset(sums_k[0], 0, (size_t)(n * x->width) * sizeof(REAL));
         memset(sums_v[0], 0, (size_t)(n * x->value_width) * sizeof(REAL));
     }
-    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
-    char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
-    char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
-    FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums_k[0], x->width, to_k, run->grad_k.stride[2]);
-    FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums_v[0], x->value_width, to_v, run->grad_v.stride[2]);
+    if (!(direct_k && multiplied))
+        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums_k[0], x->width, to_k, run->grad_k.stride[2]);
+    if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums_v[0], x->value_width, to_v, run->grad_v.stride[2]);
 }
 
 /* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
@@ -797,7 +821,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     const int mode = run->mode;
     const fmha_item item = fmha_item_of(&run->cut, index);
     FMHA_NAME(gradients) x = {
-        .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS},
+        .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS,
+              .fewest = run->cut.rows <= FEW_QUERIES},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
         .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
         .share = mode == FMHA_WHOLE ? 0 : run->share,

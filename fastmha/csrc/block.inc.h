@@ -30,6 +30,7 @@ typedef struct {
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
+    REAL *few;                          /* scratch of few_scores, where that is to serve */
 } FMHA_NAME(rows);
 
 static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
@@ -39,6 +40,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->b = b;
     block->hkv = hkv;
     block->rows = rows;
+    block->few = NULL;
     block->queries = ROUND_UP(rows, LANES);
     block->width = ROUND_UP(p->D, LANES);
     block->value_width = ROUND_UP(p->Dv, LANES);
@@ -515,6 +517,10 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
                                       const REAL *packed, REAL *s)
 {
     ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
+    if (block->few) {
+        FMHA_NAME(few_scores)(block->rows, queries, n, depth, x, ldx, packed, block->few, s);
+        return;
+    }
     if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries);
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
         FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, queries,

@@ -80,80 +80,6 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
     return chunk;
 }
 
-/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the scores.
- * Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all lines of each; or,
- * where several passes share it, each pass those of `fetched` rows of every four, from row `first` on. */
-typedef struct {
-    const char *k, *v;
-    ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
-    int first, fetched;
-} FMHA_NAME(streams);
-
-/* Keys whose scores are summed side by side: sums enough for their latency, few enough for the registers. */
-#define DECODE_ABREAST(many) \
-    (LANES >= 4 && DECODE_CHAINS >= 4 * (many) ? 4 : LANES >= 2 && DECODE_CHAINS >= 2 * (many) ? 2 : 1)
-
-/* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many` rows of
- * queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it stands for them. Of
- * `fetched` rows what lies k_ahead further on is fetched. */
-static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
-    const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k, const ptrdiff_t ldk, const ptrdiff_t most,
-    const ptrdiff_t k_ahead, const int fetched, VEC *sum)
-{
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
-    const char *key[4], *ahead = k + k_ahead;
-    VEC total[DECODE_TOGETHER * 4], query[DECODE_TOGETHER], row[4];         /* total[r * abreast + a] */
-#pragma GCC unroll 4
-    for (int a = 0; a < abreast; a++) key[a] = k + (a < most ? a : most) * ldk;
-#pragma GCC unroll 16
-    for (int e = 0; e < many * abreast; e++) total[e] = v_splat(0);
-    /* One loop over all sums, not two: then the compiler keeps them in registers. */
-#define SCORED(load) \
-    _Pragma("GCC unroll 4") \
-    for (int r = 0; r < many; r++) query[r] = v_load(q + r * width + d); \
-    _Pragma("GCC unroll 4") \
-    for (int a = 0; a < abreast; a++) { \
-        const char *at = key[a] + d * size; \
-        row[a] = load; \
-    } \
-    for (int a = 0; a < fetched && d * size % FMHA_CACHE_LINE == 0; a++) v_prefetch_far(ahead + d * size + a * ldk); \
-    _Pragma("GCC unroll 16") \
-    for (int e = 0; e < many * abreast; e++) total[e] = total[e] + row[e % abreast] * query[e / abreast];
-    ptrdiff_t d = 0;
-    for (; d + LANES <= D; d += LANES) { SCORED(FMHA_NAME(stored_load)(type, at)) }
-    if (d < D) { SCORED(FMHA_NAME(stored_part)(type, at, D - d)) }
-#undef SCORED
-#pragma GCC unroll 4
-    for (int r = 0; r < many; r++) {
-        const VEC *of = total + r * abreast;
-        sum[r * LANES] = abreast == 1 ? of[0] : abreast == 2 ? FMHA_NAME(halved)(of[0], of[1], 1)
-                         : FMHA_NAME(halved)(FMHA_NAME(halved)(of[0], of[1], 1), FMHA_NAME(halved)(of[2], of[3], 1), 2);
-    }
-}
-
-/* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, in whole vectors; values are fetched. */
-static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const ptrdiff_t keys,
-    const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
-{
-    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines, k_ahead = from->k_ahead + from->first * ldk;
-    const char *k = from->k, *v = from->v;
-    for (ptrdiff_t j = 0; j < keys; j += LANES) {
-        VEC sum[DECODE_TOGETHER * LANES];
-        for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk) {
-            for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v += ldv)
-                for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
-            const int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
-            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, sum + l / abreast);
-            else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < many; r++) {
-            FMHA_NAME(halve)(sum + r * LANES, LANES / abreast, abreast);
-            v_store(scores + r * DECODE_KEYS + j, sum[r * LANES]);
-        }
-    }
-}
-
 /* total[r][i] <- total[r][i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies v_ahead further on
  * is fetched, unless that is 0. */
 static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, ptrdiff_t last,
@@ -367,14 +293,15 @@ static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead
 #undef TURNS
 }
 
-/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns what forward_block does; careful: the firewall's
- * path. m->ready: of how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`. */
+/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns what forward_block does; purpose: 0, careful or raised.
+ * m->ready: of how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
-                                   const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int careful)
+                                   const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
     const fmha_problem *p = &run->p;
     ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ld;
     REAL *q = m->q, *shrink = m->shrink, *peak = result->peak, *total = result->total, *out = result->sums;
+    const int careful = purpose == FMHA_NAME(careful), raised = purpose == FMHA_NAME(raised);
     int partly = 0;
     for (ptrdiff_t r = 0; r < rows; r++) {
         peak[r] = NEGATIVE_INFINITY;
@@ -382,7 +309,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     }
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
-    const int in_turns = m->ahead.bytes && !lift && !careful && whole && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
+    const int in_turns = m->ahead.bytes && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         REAL *scores = m->scores, *after = m->after;
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS, ready = m->ready;
@@ -421,7 +348,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
                                     after + e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e), out, e ? NULL : shrink);
         m->ready = e;
         /* The values alone: bits are the same wherever an item ends and however the values are stored. */
-        if (e < n && whole && !(careful && touched)) {
+        if (e < n && whole && !raised && !(careful && touched)) {
             FMHA_NAME(decode_values)(p->stored, p, &m->ahead, rows, n - e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
                                      p->v.stride[2], out, e ? NULL : shrink);
             e = n;
@@ -430,7 +357,10 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             const ptrdiff_t part = n - e < DECODE_STEP ? n - e : DECODE_STEP;
             ptrdiff_t ldv;
             const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv);
-            const REAL *values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), m->copy, &ld);
+            const REAL *values = m->copy;
+            ld = value_width;
+            if (raised) FMHA_NAME(lift_rows)(part, p->Dv, v, ldv, m->copy, ld);
+            else values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), m->copy, &ld);
             FMHA_NAME(decode_values)(FMHA_SAME, p, &m->ahead, rows, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
             for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
                 fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
@@ -451,6 +381,84 @@ static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff
     return FMHA_NAME(row_in)(p->element, &p->q, b, hkv * (p->H / p->Hkv) + r / p->Lq, r % p->Lq);
 }
 
+/* m->q (rows, width) <- the group's queries, scaled. Returns what their scores must be multiplied by, NULL: 1. */
+static const REAL *FMHA_NAME(decode_queries)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t rows, FMHA_NAME(decode_memory) *m)
+{
+    REAL *q = m->q, *lift = m->lift;
+    const ptrdiff_t width = ROUND_UP(p->D, LANES);
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    VEC squares = v_splat(0);
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const REAL *from = FMHA_NAME(real_row)(p->element, FMHA_NAME(decode_query)(p, b, hkv, r), p->D, q + r * width);
+        for (ptrdiff_t d = 0; d < width; d += LANES) {
+            VEC value = v_load_n(from + d, p->D - d, 0) * factor;
+            squares = squares + value * value;
+            v_store(q + r * width + d, value);
+        }
+    }
+    int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
+    for (ptrdiff_t r = 0; lifted && r < rows; r++) {
+        const char *at = FMHA_NAME(decode_query)(p, b, hkv, r);
+        lift[r] = FMHA_NAME(row_lift)(p->element, p->D, at, factor);
+        const REAL *from = FMHA_NAME(real_row)(p->element, at, p->D, q + r * width);
+        for (ptrdiff_t d = 0; d < p->D; d++) q[r * width + d] = (REAL)((double)factor / lift[r]) * from[d];
+        lift[r] *= rest;
+    }
+    return lifted ? lift : NULL;
+}
+
+/* Of the chunk from key j on, those from `low` on and before `end`. */
+static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
+                                      const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
+{
+    const ptrdiff_t first = j < low ? j + (low - j) / DECODE_KEYS * DECODE_KEYS : j;
+    const ptrdiff_t last = end - j < FMHA_CHUNK_KEYS ? end : j + FMHA_CHUNK_KEYS;
+    return FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, m, result, purpose);
+}
+
+/* As tiny_rows, chunk after chunk; what these have left is written over. scratch: what decode_layout asks for. */
+static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, uint64_t tiny,
+                                   const FMHA_NAME(forward_memory) *memory, REAL *scratch)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES), size = FMHA_NAME(chunk_scratch)(p);
+    if (!FMHA_NAME(some_value)(p, block, 0, memory->converted)) return;
+    FMHA_NAME(decode_memory) m;
+    FMHA_NAME(decode_layout)(p, scratch, &m);
+    m.ahead = FMHA_NAME(decode_ahead)(p, block->rows);
+    memset(m.copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
+    const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, &m);
+    REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
+    for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
+        const ptrdiff_t c = j / FMHA_CHUNK_KEYS * size;
+        const FMHA_NAME(chunk) of = {all->peak + c, all->total + c, all->sums + c}, first = {peak, total, out};
+        m.ready = 0;
+        FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, j ? &of : &first, FMHA_NAME(raised));
+        for (ptrdiff_t r = 0; j && r < block->rows; r++) {
+            if (of.total[r] == 0) continue;     /* no key of the chunk is attended */
+            const REAL most = of.peak[r] > peak[r] ? of.peak[r] : peak[r];
+            const REAL mine = FMHA_NAME(exp_of)(peak[r] - most), other = FMHA_NAME(exp_of)(of.peak[r] - most);
+            for (ptrdiff_t d = r * value_width; d < (r + 1) * value_width; d += LANES)
+                v_store(out + d, v_load(out + d) * mine + v_load(of.sums + d) * other);
+            total[r] = total[r] * mine + of.total[r] * other;
+            peak[r] = most;
+        }
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!(tiny >> r & 1)) continue;
+        const REAL sink = FMHA_NAME(sink)(p, block->head[r]), most = sink > peak[r] ? sink : peak[r], mine = FMHA_NAME(exp_of)(peak[r] - most);
+        for (ptrdiff_t d = r * value_width; p->sinks && d < (r + 1) * value_width; d += LANES) v_store(out + d, v_load(out + d) * mine);
+        if (p->sinks) total[r] = total[r] * mine + FMHA_NAME(exp_of)(sink - most);
+        FMHA_NAME(lower_row)(p->Dv, out + r * value_width, total + r, FMHA_NAME(out_row)(run, block, r, memory));
+    }
+}
+
+/* Elements of scratch of a thread that merges. */
+static ptrdiff_t FMHA_NAME(merge_scratch)(const fmha_problem *p)
+{
+    return FMHA_NAME(forward_scratch)(p) + FMHA_NAME(decode_scratch)(p);
+}
+
 /* Partial softmaxes of the chunks of key/value head `index` become one, in their order. alone: it is one chunk, whose sums are finite. */
 static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker, int alone)
 {
@@ -462,7 +470,8 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int work
     int finite = 1;
     uint64_t tiny = 0;
     FMHA_NAME(forward_memory) memory;
-    FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &memory);
+    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    scratch += FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(p);
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
@@ -500,7 +509,7 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int work
         FMHA_NAME(rows) block;
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
         if (!finite) FMHA_NAME(large_rows)(run, &block, &memory, ALL_ROWS);
-        if (tiny) FMHA_NAME(tiny_rows)(run, &block, tiny, &memory);
+        if (tiny) FMHA_NAME(tiny_chunks)(run, &block, &first, tiny, &memory, scratch);
         /* Of several NaN in a sum, which one it becomes is the compiler's choice, another one in turns than alone: all are made alike. */
         for (ptrdiff_t r = 0; !finite && r < rows; r++) {
             REAL *out = FMHA_NAME(out_row)(run, &block, r, &memory);
@@ -521,41 +530,20 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(decode_layout)(p, FMHA_NAME(scratch_of)(run, worker), &m);
     m.ready = 0;
     m.ahead = FMHA_NAME(decode_ahead)(p, item.rows);
-    REAL *q = m.q, *lift = m.lift;
-    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, width = ROUND_UP(p->D, LANES);
+    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows;
     ptrdiff_t end = item.j0 + item.cols, low, high;
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);
     if (end > high) end = high;
     FMHA_NAME(begin_item)(p);
-    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    VEC squares = v_splat(0);
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        const REAL *from = FMHA_NAME(real_row)(p->element, FMHA_NAME(decode_query)(p, b, hkv, r), p->D, q + r * width);
-        for (ptrdiff_t d = 0; d < width; d += LANES) {
-            VEC value = v_load_n(from + d, p->D - d, 0) * factor;
-            squares = squares + value * value;
-            v_store(q + r * width + d, value);
-        }
-    }
-    int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
-    for (ptrdiff_t r = 0; lifted && r < rows; r++) {
-        const char *at = FMHA_NAME(decode_query)(p, b, hkv, r);
-        lift[r] = FMHA_NAME(row_lift)(p->element, p->D, at, factor);
-        const REAL *from = FMHA_NAME(real_row)(p->element, at, p->D, q + r * width);
-        for (ptrdiff_t d = 0; d < p->D; d++) q[r * width + d] = (REAL)((double)factor / lift[r]) * from[d];
-        lift[r] *= rest;
-    }
-    if (!lifted) lift = NULL;
+    const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
     int left = 0;
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         const FMHA_NAME(chunk) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
-        const ptrdiff_t first = j < low ? j + (low - j) / DECODE_KEYS * DECODE_KEYS : j;
-        const ptrdiff_t last = end - j < FMHA_CHUNK_KEYS ? end : j + FMHA_CHUNK_KEYS;
-        left = FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, &m, &result, 0);
+        left = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0);
         if (left != FMHA_NAME(partly)) continue;
         m.ready = 0;
-        FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, &m, &result, 1);
+        FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, FMHA_NAME(careful));
     }
     if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker, (left & FMHA_NAME(finite)) != 0);
 }

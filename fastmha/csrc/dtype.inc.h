@@ -6,6 +6,7 @@
 #include "activation.inc.h"
 #include "norm.inc.h"
 #include "product.inc.h"
+#include "scores.inc.h"
 #include "block.inc.h"
 #include "forward.inc.h"
 #if FMHA_TILES
@@ -76,7 +77,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .decode_scratch = FMHA_NAME(decode_scratch),
     .chunk_scratch = FMHA_NAME(chunk_scratch),
     .decode_merge = FMHA_NAME(decode_merge),
-    .merge_scratch = FMHA_NAME(forward_scratch),
+    .merge_scratch = FMHA_NAME(merge_scratch),
     .gemm = FMHA_NAME(gemm),
     .gemm_pack = FMHA_NAME(gemm_pack),
     .gemm_scratch = FMHA_NAME(gemm_scratch),

@@ -8,7 +8,7 @@
  * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
@@ -45,8 +45,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
             REAL *to = c + r * ldc + v * LANES;
+            if (FMHA_ACTION(init) == FMHA_FIRST) sum[r][v] = (v_splat(0) + sum[r][v]) * scale[0];
             if (FMHA_ACTION(init) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
-            if (FMHA_ACTION(init) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * row_scale[r] + sum[r][v];
+            if (FMHA_ACTION(init) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * scale[r] + sum[r][v];
             v_store(to, sum[r][v]);
         }
 }
@@ -55,7 +56,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
-        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, row_scale + r)
+        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, FMHA_ACTION(init) == FMHA_SCALE_ADD ? scale + r : scale)
 /* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two. */
 #define MICRO_PANEL(nv) \
     case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
@@ -64,7 +65,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
  * be stored in another type. */
 static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
     const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *row_scale)
+    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *scale)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
@@ -100,11 +101,18 @@ static __attribute__((noinline)) void FMHA_NAME(product_rows_add)(ptrdiff_t rows
     PRODUCT(FMHA_ADD, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
 }
 
-/* c <- row_scale * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. */
-static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
-    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *row_scale)
+/* c <- factor * (0 + a @ b): the bits of the above where c is 0, and of a product with factor behind it. */
+static __attribute__((noinline)) void FMHA_NAME(product_rows_first)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL factor)
 {
-    PRODUCT(FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, row_scale);
+    PRODUCT(FMHA_FIRST, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, &factor);
+}
+
+/* c <- scale[row] * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale)
+{
+    PRODUCT(FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, scale);
 }
 
 /* c <- c + a^T @ b. */

@@ -1,0 +1,108 @@
+/* Scores of few query rows: lanes are those of the width, and a score is the sum over them. With lanes of rows most would be empty. */
+
+/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the scores.
+ * Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all lines of each; or,
+ * where several passes share it, each pass those of `fetched` rows of every four, from row `first` on. */
+typedef struct {
+    const char *k, *v;
+    ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
+    int first, fetched;
+} FMHA_NAME(streams);
+
+/* Keys whose scores are summed side by side: sums enough for their latency, few enough for the registers. */
+#define DECODE_ABREAST(many) \
+    (LANES >= 4 && DECODE_CHAINS >= 4 * (many) ? 4 : LANES >= 2 && DECODE_CHAINS >= 2 * (many) ? 2 : 1)
+
+/* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many` rows of
+ * queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it stands for them. Of
+ * `fetched` rows what lies k_ahead further on is fetched. */
+static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
+    const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k, const ptrdiff_t ldk, const ptrdiff_t most,
+    const ptrdiff_t k_ahead, const int fetched, VEC *sum)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
+    const char *key[4], *ahead = k + k_ahead;
+    VEC total[DECODE_TOGETHER * 4], query[DECODE_TOGETHER], row[4];         /* total[r * abreast + a] */
+#pragma GCC unroll 4
+    for (int a = 0; a < abreast; a++) key[a] = k + (a < most ? a : most) * ldk;
+#pragma GCC unroll 16
+    for (int e = 0; e < many * abreast; e++) total[e] = v_splat(0);
+    /* One loop over all sums, not two: then the compiler keeps them in registers. */
+#define SCORED(load) \
+    _Pragma("GCC unroll 4") \
+    for (int r = 0; r < many; r++) query[r] = v_load(q + r * width + d); \
+    _Pragma("GCC unroll 4") \
+    for (int a = 0; a < abreast; a++) { \
+        const char *at = key[a] + d * size; \
+        row[a] = load; \
+    } \
+    for (int a = 0; a < fetched && d * size % FMHA_CACHE_LINE == 0; a++) v_prefetch_far(ahead + d * size + a * ldk); \
+    _Pragma("GCC unroll 16") \
+    for (int e = 0; e < many * abreast; e++) total[e] = total[e] + row[e % abreast] * query[e / abreast];
+    ptrdiff_t d = 0;
+    for (; d + LANES <= D; d += LANES) { SCORED(FMHA_NAME(stored_load)(type, at)) }
+    if (d < D) { SCORED(FMHA_NAME(stored_part)(type, at, D - d)) }
+#undef SCORED
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++) {
+        const VEC *of = total + r * abreast;
+        sum[r * LANES] = abreast == 1 ? of[0] : abreast == 2 ? FMHA_NAME(halved)(of[0], of[1], 1)
+                         : FMHA_NAME(halved)(FMHA_NAME(halved)(of[0], of[1], 1), FMHA_NAME(halved)(of[2], of[3], 1), 2);
+    }
+}
+
+/* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, in whole vectors; values are fetched. */
+static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const ptrdiff_t keys,
+    const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
+{
+    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines, k_ahead = from->k_ahead + from->first * ldk;
+    const char *k = from->k, *v = from->v;
+    for (ptrdiff_t j = 0; j < keys; j += LANES) {
+        VEC sum[DECODE_TOGETHER * LANES];
+        for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk) {
+            for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v += ldv)
+                for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
+            const int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
+            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, sum + l / abreast);
+            else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) {
+            FMHA_NAME(halve)(sum + r * LANES, LANES / abreast, abreast);
+            v_store(scores + r * DECODE_KEYS + j, sum[r * LANES]);
+        }
+    }
+}
+
+/* Rows of queries that are so few that their products have lanes of the width, too, where the others have lanes of rows. */
+#define FEW_QUERIES (LANES / 4 < DECODE_TOGETHER ? LANES / 4 : DECODE_TOGETHER)
+
+/* Elements of scratch for few_scores: rows of queries, and the scores of a block of keys. */
+#define FEW_SCRATCH(width) (DECODE_TOGETHER * ((width) + DECODE_KEYS))
+
+/* scores^T (n, queries) <- x (n, depth) @ packed^T (depth, queries) of at most FEW_QUERIES rows of queries, zeros beyond. */
+static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+                                  const REAL *packed, REAL *scratch, REAL *s)
+{
+    const ptrdiff_t width = ROUND_UP(depth, LANES);
+    REAL *q = scratch, *scores = q + DECODE_TOGETHER * width;
+    for (ptrdiff_t r = 0; r < rows; r++)
+        for (ptrdiff_t d = 0; d < width; d++) q[r * width + d] = d < depth ? packed[d * queries + r] : 0;
+    FMHA_NAME(streams) from = {.k = (const char *)x, .ldk = ldx * (ptrdiff_t)sizeof(REAL)};
+    for (ptrdiff_t j = 0, keys; j < n; j += keys, from.k += keys * from.ldk) {
+        keys = n - j < DECODE_KEYS ? n - j : DECODE_KEYS;
+#define SCORES(many) FMHA_NAME(scores_of)(FMHA_SAME, many, DECODE_ABREAST(many), keys, depth, q, &from, scores)
+        switch (rows) {
+        case 1: SCORES(1); break;
+        case 2: SCORES(2); break;
+        case 3: SCORES(3); break;
+        default: SCORES(DECODE_TOGETHER);
+        }
+#undef SCORES
+        for (ptrdiff_t k = 0; k < keys; k++) {
+            REAL *to = s + (j + k) * queries;
+            for (ptrdiff_t v = 0; v < queries; v += LANES) v_store(to + v, v_splat(0));
+            for (ptrdiff_t r = 0; r < rows; r++) to[r] = scores[r * DECODE_KEYS + k];
+        }
+    }
+}
