@@ -357,6 +357,37 @@ static void FMHA_NAME(tiny_rows)(const fmha_run *run, FMHA_NAME(rows) *block, ui
             FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, FMHA_NAME(out_row)(run, block, r, m));
 }
 
+/* Whether all values that the block may attend are so small that its rows are tiny, and some are not 0. Hardly more than one is looked
+ * at where they are not. */
+static int FMHA_NAME(tiny_values)(const fmha_problem *p, const FMHA_NAME(rows) *block)
+{
+    int some = 0;
+    if (p->stored != FMHA_SAME || p->dropout.factor != 0) return 0;     /* that makes them larger */
+    for (ptrdiff_t j = block->j0; j < block->j1; j++) {
+        const REAL *v = (const REAL *)FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j);
+        for (ptrdiff_t d = 0; d < p->Dv; d += LANES)        /* nor one that is not finite */
+            if (v_any(~v_greater(v_splat(TINY / 2), v_abs(v_load_n(v + d, p->Dv - d, 0))))) return 0;
+        if (!some) some = FMHA_NAME(nonzero)(1, p->Dv, v, 0);
+    }
+    return some;
+}
+
+/* As finish_rows, of a block that tiny_rows would do again: at once as that does. */
+static void FMHA_NAME(raised_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
+                                   uint64_t wanted)
+{
+    const fmha_problem *p = &run->p;
+    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(raised));
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!(wanted >> r & 1)) continue;
+        REAL *to = FMHA_NAME(out_row)(run, block, r, m);
+        FMHA_NAME(fill)(p->Dv, to, 0);
+        if (m->total[r] != 0) FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, to);
+        FMHA_NAME(write_lse)(run, block, r, m->peak[r], m->total[r]);
+    }
+    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
+}
+
 /* The block of rows that forward item n is. */
 static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAME(rows) *block)
 {
@@ -383,7 +414,8 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     FMHA_NAME(forward_memory) memory;
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(&run->p);
-    FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, FMHA_NAME(forward_block)(run, block, &memory, 0));
+    if (FMHA_NAME(tiny_values)(&run->p, block)) FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
+    else FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, FMHA_NAME(forward_block)(run, block, &memory, 0));
 }
 
 /* Item: one block of rows of one group. */

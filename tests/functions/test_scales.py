@@ -236,8 +236,8 @@ def test_finite_scores_of_operands_of_any_size_are_right(isa, algorithm, of_q, o
 @dtypes
 @pytest.mark.parametrize("algorithm", FORWARD)
 @pytest.mark.parametrize("keys", [61, 1100])        # and several chunks of "decode"
-@pytest.mark.parametrize("keywords", [{}, {"is_causal": True, "offset": 40}, {"key_padding_lengths": [30, 61]}, {"sinks": [1.0, 3.0]}],
-                         ids=str)
+@pytest.mark.parametrize("keywords", [
+    {}, {"is_causal": True, "offset": 40}, {"key_padding_lengths": [30, 61]}, {"sinks": [1.0, 3.0]}], ids=str)
 def test_values_below_the_smallest_normal_number_are_summed(isa, dtype, algorithm, keys, keywords, rng):
     """A row of results that small is right to the last place of the subnormal numbers, in any company."""
     q, k, v, _ = draw(rng, 2, 2, 1, 21, keys, 8, 24, dtype)
@@ -250,6 +250,9 @@ def test_values_below_the_smallest_normal_number_are_summed(isa, dtype, algorith
     error = np.abs(out.astype(np.longdouble) - exact).max()
     assert error <= 2 * np.finfo(dtype).smallest_subnormal
     assert "sinks" in keywords or (out != 0).mean() > 0.9
+    v[:, :, 29] = np.nan        # all rows attend it
+    seen = np.isnan(fastmha.attention(q, k, v, algorithm=algorithm, **keywords)).all(-1)
+    assert seen.all()
 
 
 @dtypes
