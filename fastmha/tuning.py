@@ -82,7 +82,8 @@ _FUSED = Tuning(
     attention_by_blas=False, products_by_blas=False,
 )
 _WIDE = replace(_FUSED, decode=(        # more lanes are empty
-    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (6, 128, 2560), (8, 256, 16 * 1024), (24, 512, 2 * 1024 * 1024)))
+    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (6, 128, 2560), (8, 256, 4096), (9, 256, 16 * 1024),
+    (10, 256, 512 * 1024), (12, 256, 1024 * 1024), (24, 512, 2 * 1024 * 1024)))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there
                     decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))

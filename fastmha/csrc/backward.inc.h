@@ -104,6 +104,7 @@ typedef struct {
     REAL far_above;             /* lse beyond it is far */
     int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
     int q_finite, k_finite, grad_out_finite;
+    FMHA_NAME(next) *next;      /* or NULL */
     ptrdiff_t b, hkv, j0, j1;   /* the keys and values that lie converted in the scratch, none at first */
 } FMHA_NAME(backward);
 
@@ -441,7 +442,10 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         memset(grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
     }
     if (banded < 0) return 0;
+    FMHA_NAME(fetch_part)(w->next, 0);
+    FMHA_NAME(fetch_part)(w->next, 4);
     FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, n, p->softcap != 0 ? w->m.slopes : NULL);
+    FMHA_NAME(fetch_part)(w->next, 3);
     for (ptrdiff_t q = 0; p->dropout.factor != 0 && q < queries; q += LANES)
         for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)
             v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
@@ -450,12 +454,14 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
     FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, first, 1, grad_v);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
+    FMHA_NAME(fetch_part)(w->next, 1);
     /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
     finite = w->q_finite || !touched;
     const int multiplied = first && !banded && finite;
     rows = FMHA_NAME(block_matrix)(p, &p->q, block, p->D, finite, w->m.copy_q, &ld);
     FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
+    FMHA_NAME(fetch_part)(w->next, 2);
     /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
     if (!FMHA_NAME(wait_for)(turn)) return multiplied;
     finite = w->k_finite || !touched;
@@ -828,7 +834,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         .share = mode == FMHA_WHOLE ? 0 : run->share,
     };
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
-    if (mode == FMHA_WHOLE) FMHA_NAME(fetch_next)(run, index, 1);
+    FMHA_NAME(next) next;
+    if (mode == FMHA_WHOLE) x.w.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 1, &next);
 #if FMHA_TILES
     fmha_run own;
     if (matrix && mode == FMHA_WHOLE) {

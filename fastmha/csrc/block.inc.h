@@ -20,6 +20,12 @@ static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
 #define KEY_STEP 2          /* even and odd keys have sums of their own: what is left out before a row's keys is a multiple of it */
 #define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
+/* What the next item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out. */
+typedef struct {
+    const char *at[5];
+    ptrdiff_t bytes[5];
+} FMHA_NAME(next);
+
 /* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
 typedef struct {
     ptrdiff_t b, hkv, rows, queries, width, value_width;    /* widths in whole vectors */
@@ -31,6 +37,7 @@ typedef struct {
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
     REAL *few;                          /* scratch of few_scores, where that is to serve */
+    FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
 
 static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
@@ -41,6 +48,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->hkv = hkv;
     block->rows = rows;
     block->few = NULL;
+    block->next = NULL;
     block->queries = ROUND_UP(rows, LANES);
     block->width = ROUND_UP(p->D, LANES);
     block->value_width = ROUND_UP(p->Dv, LANES);
@@ -593,26 +601,35 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
     }
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(fetch)(const char *x, ptrdiff_t bytes)
+/* Inlined: to GCC a function that only fetches has no effect, and it leaves out the calls. */
+static inline __attribute__((always_inline)) void FMHA_NAME(fetch_part)(FMHA_NAME(next) *next, int part)
 {
-    for (ptrdiff_t byte = 0; byte < bytes; byte += FMHA_CACHE_LINE) v_prefetch_far(x + byte);
+    if (!next) return;
+    for (ptrdiff_t byte = 0; byte < next->bytes[part]; byte += FMHA_CACHE_LINE) v_prefetch_far(next->at[part] + byte);
+    next->bytes[part] = 0;
 }
 
-/* Where heads are short, and all of them together are not in a cache, the next one is fetched while item `index` is at work. Inlined: to
- * GCC a function that only fetches has no effect, and it leaves out the calls. */
-static inline __attribute__((always_inline)) void FMHA_NAME(fetch_next)(const fmha_run *run, ptrdiff_t index, const int backward)
+/* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more, what comes
+ * after item `index` is fetched while that is at work. Returns `next`, or NULL where nothing is. */
+static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index, ptrdiff_t near, ptrdiff_t far, int backward,
+                                           FMHA_NAME(next) *next)
 {
     const fmha_problem *p = &run->p;
-    if (run->cut.rows > BLOCK_ROWS || index + 1 >= fmha_items(&run->cut)) return;
+    if (run->cut.rows > BLOCK_ROWS || index + 1 >= fmha_items(&run->cut)) return NULL;
     const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
     const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * p->Lq * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
-    if (keys > NEXT_NEAR || p->B * (p->H * rows + p->Hkv * keys) < NEXT_FAR) return;
-    const fmha_item next = fmha_item_of(&run->cut, index + 1);
-    const ptrdiff_t b = next.b, h = next.h * (p->H / p->Hkv);
-    FMHA_NAME(fetch)(FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), p->Lq * p->D * of_row);
-    FMHA_NAME(fetch)(FMHA_NAME(stored_row)(p, &p->k, b, next.h, 0), p->Lk * p->D * of_key);
-    FMHA_NAME(fetch)(FMHA_NAME(stored_row)(p, &p->v, b, next.h, 0), p->Lk * p->Dv * of_key);
-    if (!backward) return;
-    FMHA_NAME(fetch)(FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0), p->Lq * p->Dv * of_row);
-    FMHA_NAME(fetch)(FMHA_NAME(row_in)(p->element, &run->out, b, h, 0), p->Lq * p->Dv * of_row);
+    if (keys > near || p->B * (p->H * rows + p->Hkv * keys) < far) return NULL;
+    const fmha_item item = fmha_item_of(&run->cut, index + 1);
+    const ptrdiff_t b = item.b, h = item.h * (p->H / p->Hkv);
+    *next = (FMHA_NAME(next)){
+        .at = {FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), FMHA_NAME(stored_row)(p, &p->k, b, item.h, 0),
+               FMHA_NAME(stored_row)(p, &p->v, b, item.h, 0)},
+        .bytes = {p->Lq * p->D * of_row, p->Lk * p->D * of_key, p->Lk * p->Dv * of_key},
+    };
+    if (backward) {
+        next->at[3] = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
+        next->at[4] = FMHA_NAME(row_in)(p->element, &run->out, b, h, 0);
+        next->bytes[3] = next->bytes[4] = p->Lq * p->Dv * of_row;
+    }
+    return next;
 }

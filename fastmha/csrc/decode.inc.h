@@ -30,12 +30,14 @@ typedef struct {
     REAL *q, *scores, *after, *shrink, *lift, *copy, *converted;
     ptrdiff_t ready;
     FMHA_NAME(ahead) ahead;
+    FMHA_NAME(next) *next;
 } FMHA_NAME(decode_memory);
 
 /* Returns the size in REALs; without memory that is all. */
 static ptrdiff_t FMHA_NAME(decode_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(decode_memory) *m)
 {
     ptrdiff_t used = 0, rows = fmha_heads_cut(p).rows;
+    m->next = NULL;
     m->q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
     m->scores = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
     m->after = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
@@ -314,9 +316,11 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         REAL *scores = m->scores, *after = m->after;
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS, ready = m->ready;
         if (lift) fmha_keep_subnormal_operands();
+        FMHA_NAME(fetch_part)(m->next, 0);
         if (ready < n)
             FMHA_NAME(decode_scores)(p, &m->ahead, rows, n - ready, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + ready),
                                      FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + ready), scores + ready);
+        FMHA_NAME(fetch_part)(m->next, 1);
         if (lift) FMHA_NAME(set_control)(p);
         for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
         int touched = p->bool_mask.data || p->additive_mask.data;
@@ -341,6 +345,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
         }
         partly |= touched;
+        FMHA_NAME(fetch_part)(m->next, 2);
         /* In turns with the next block, as far as both have whole steps: values that were not fetched with their scores, and the others. */
         ptrdiff_t e = 0, steps = in_turns ? (end - j - DECODE_KEYS < n ? end - j - DECODE_KEYS : n) / DECODE_STEP * DECODE_STEP : 0;
         for (ptrdiff_t to = ready < steps ? ready : steps; e < steps; e = to, to = steps)
@@ -535,8 +540,10 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);
     if (end > high) end = high;
     FMHA_NAME(begin_item)(p);
-    const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
+    FMHA_NAME(next) next;
+    if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
+    const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
     int left = 0;
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         const FMHA_NAME(chunk) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);

@@ -209,13 +209,16 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         partly |= touched;
         const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
+        FMHA_NAME(fetch_part)(block->next, 0);
         FMHA_NAME(tile_scores)(p, block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, keys, ld, packed, lift, s);
+        FMHA_NAME(fetch_part)(block->next, 1);
         /* Where a band ends in the tile, each vector of rows works on its own keys: by steps, as above. */
         if (touched || FMHA_NAME(rescored)(p)) {
             banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP);
             FMHA_NAME(mask_tile)(p, block, j, s, NULL);
         }
         FMHA_NAME(softmax_block)(block, banded, n, s, peak, total, shrink);
+        FMHA_NAME(fetch_part)(block->next, 2);
         if (purpose & FMHA_NAME(reduced)) {
             REAL factor = FMHA_NAME(reduction)(p);
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
@@ -424,7 +427,8 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     const fmha_run *run = context;
     FMHA_NAME(rows) block;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    FMHA_NAME(fetch_next)(run, index, 0);
+    FMHA_NAME(next) next;
+    block.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 0, &next);
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }
 

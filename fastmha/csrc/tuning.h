@@ -52,8 +52,9 @@
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
 /* Short heads, each an item. */
-#define NEXT_FAR         FMHA_OF((1 << 24), (1 << 24), (1 << 24), (1 << 24), (1 << 24))  /* bytes that a pass reads, from which on the next head is fetched ahead, */
-#define NEXT_NEAR        FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves */
+#define NEXT_FAR         FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))  /* bytes that a pass reads, from which on the next head is fetched ahead, */
+#define NEXT_NEAR        FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves, */
+#define DECODE_NEXT      FMHA_OF( 20480,  20480,  20480,  20480,  20480)  /* by "decode" sooner; it gains from twice as many bytes on */
 
 /* Matrix tiles, where there are any. */
 #define MATRIX_KEYS      FMHA_OF(   192,    192,    192,    192,    192)  /* of a chunk, and of a tile of scores */
