@@ -43,8 +43,9 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 }
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
- * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks, and a copy of k; copies of a block of q and grad_out; keys and values, and rows of q and
- * grad_out, where they are converted; sums of P of a block that nobody reads; few_scores'; what is kept of all blocks of a head where it is one item. */
+ * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks, and a copy of k; copies of a block of q and grad_out;
+ * keys and values, and rows of q and grad_out, where they are converted; sums of P of a block that nobody reads; what few_scores needs;
+ * what is kept of all blocks of a head where it is one item. */
 typedef struct {
     REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
     FMHA_NAME(packed) packed;
@@ -426,8 +427,8 @@ static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
 }
 
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
- * latter two without the factor scale; grad_q at its turn. first: grad_k and grad_v are 0, whatever is there; returns whether grad_k got `factor`
- * then. */
+ * latter two without the factor scale; grad_q at its turn. first: grad_k and grad_v count as 0, whatever is there. Returns whether grad_k
+ * has been multiplied by `factor`, which only a first block may do. */
 static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                      ptrdiff_t j, ptrdiff_t n, int first, REAL factor, REAL *grad_k, REAL *grad_v,
                                      REAL *grad_q, const FMHA_NAME(turn) *turn)
@@ -957,6 +958,7 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
                 FMHA_NAME(block_rows)(p, &block, b, h / group, h % group * p->Lq + i, i1 - i < BLOCK_ROWS ? i1 - i : BLOCK_ROWS);
                 ptrdiff_t low = block.j0 > j0 ? block.j0 : j0, high = block.j1 < j1 ? block.j1 : j1;
                 if (low >= high) continue;
+                if (fmha_heads_cut(p).rows <= FEW_QUERIES) block.few = w.m.few;     /* the scores that the states come from */
                 FMHA_NAME(prepare_block)(&w, &block, &w.m.packed, 1, ALL_ROWS);
                 for (ptrdiff_t j = low, n; j < high; j += n) {
                     n = high - j < TILE_KEYS ? high - j : TILE_KEYS;

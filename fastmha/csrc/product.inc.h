@@ -56,7 +56,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
-        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, FMHA_ACTION(init) == FMHA_SCALE_ADD ? scale + r : scale)
+        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
+                         FMHA_ACTION(init) == FMHA_SCALE_ADD ? scale + r : scale)
 /* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two. */
 #define MICRO_PANEL(nv) \
     case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
