@@ -234,12 +234,14 @@ cdef int threads_for(int threads, double terms) noexcept:
 cdef enum:
     EXPONENTIAL_TERMS = 16      # what a score costs beside its products, in multiply-adds
     READ_TERMS = 2              # what "decode" pays to read a number of a key or value
+    ROW_TERMS = 8               # what a number of a row of queries or results costs: it is packed, or divided and written
 cdef double BACKWARD_TERMS = 2.5        # of a backward pass, for each of a forward pass
 
 
 cdef double attention_terms(const fmha_problem *p, bint is_double) noexcept:
     """Multiply-adds of float32 in the time of a forward pass without masks and ranges, where arithmetic is the limit."""
-    return <double>p.B * p.H * p.Lq * p.Lk * (p.D + p.Dv + EXPONENTIAL_TERMS) * (2 if is_double else 1)
+    cdef double of_row = <double>p.Lk * (p.D + p.Dv + EXPONENTIAL_TERMS) + ROW_TERMS * (p.D + p.Dv)
+    return p.B * p.H * p.Lq * of_row * (2 if is_double else 1)
 
 
 cdef double decode_terms(const fmha_problem *p, bint is_double) noexcept:

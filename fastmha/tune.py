@@ -24,7 +24,7 @@ from fastmha import _core, algorithms, functional, multihead, tuning
 from fastmha.study import words
 from fastmha.study.folder import replace_text
 from fastmha.study.trial import interleave
-from fastmha.tuning import DEFAULTS, TILE, Tuning
+from fastmha.tuning import DEFAULTS, NEVER, TILE, Tuning
 
 DESCRIPTION = "Measure from which sizes on each way of computing pays on this machine, with one thread, in under five minutes."
 failed = partial(words.failed, command="tune")
@@ -145,8 +145,8 @@ def settings(default: Tuning) -> Iterator[Setting]:
     other = "blas" if default.attention_by_blas else "tiled"
     for i, step in enumerate(default.decode):
         yield Setting(f"decode[{i}]", step, [(step[0], *least) for least in _grid(
-                          (32, 64, 128, 256, 512), (0, 2**11, 2**14, 2**16, 2**18, 2**20))],
-                      [(step[0], D, Lk) for D, Lk in _grid((8, 16, 32, 64, 128), (16, 64, 256, 2048))],
+                          (0, 64, 128, 256, 512), (0, 2**10, 2**11, 2**12, 2**13, 2**14, 2**15, 2**18, 2**20, NEVER))],
+                      [(step[0], D, Lk) for D, Lk in _grid((8, 16, 32, 64, 128), (7, 16, 64, 256, 2048))],
                       partial(_decode_arms, other=other),
                       lambda least, shape: _reaches(least[1:], (4 * shape[1], 4 * shape[1] * shape[2])), partial(_with_step, i))
     if not _core.has_tiles():

@@ -24,6 +24,7 @@ VARIABLE = "FASTMHA_TUNING"
 FORMAT = 1
 TILE = (16, 32)             # rows, and keys or terms, of one matrix tile: no setting of tiles is below
 _MOST = 2**62
+NEVER = 2**50               # bytes: no keys have so many
 _MOST_BYTES = 1 << 20       # of a file: hundreds of times what there is to say
 
 
@@ -74,16 +75,17 @@ _FUSED = Tuning(
     # below, what an item costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that
     # "tiled" leaves empty
     decode=((1, 32, 64), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024),
-            (16, 512, 2 * 1024 * 1024)),
+            (9, 0, NEVER), (10, 512, 12 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
     product_tiles=TILE,     # a whole tile is enough
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
-_WIDE = replace(_FUSED, decode=(        # more lanes are empty
-    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (6, 128, 2560), (8, 256, 4096), (9, 256, 16 * 1024),
-    (10, 256, 512 * 1024), (12, 256, 1024 * 1024), (24, 512, 2 * 1024 * 1024)))
+_WIDE = replace(_FUSED, decode=(        # more lanes are empty; from 17 rows on those of a second vector
+    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 64, 1024), (6, 128, 1024), (7, 128, 2560), (8, 256, 3072),
+    (9, 256, 6144), (10, 384, 12 * 1024), (11, 384, 16 * 1024), (16, 0, NEVER),
+    (18, 256, 8192), (20, 384, 16 * 1024), (22, 512, 24 * 1024)))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there
                     decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))

@@ -105,6 +105,7 @@ typedef struct {
     REAL far_above;             /* lse beyond it is far */
     int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
     int q_finite, k_finite, grad_out_finite;
+    int far;                    /* values are fetched beside the keys */
     FMHA_NAME(next) *next;      /* or NULL */
     ptrdiff_t b, hkv, j0, j1;   /* the keys and values that lie converted in the scratch, none at first */
 } FMHA_NAME(backward);
@@ -158,11 +159,12 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
+    block->values = w->far ? (const char *)tile.v : NULL;
     /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
     FMHA_NAME(tile_scores)(p, block, banded, n, tile.k, tile.ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
                            w->m.scores);
     /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
-    FMHA_NAME(product_scores)(block, banded, n, p->Dv, tile.v, tile.ldv, packed->grad_out, w->m.grad_scores);
+    FMHA_NAME(product_scores)(block, banded, n, p->Dv, tile.v, tile.ldv, packed->grad_out, w->m.grad_scores, NULL, 0);
     if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, w->m.grad_scores, w->m.kept);
     if (*masked) FMHA_NAME(mask_tile)(p, block, j, w->m.scores, slope);
     return banded;
@@ -828,7 +830,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     const int mode = run->mode;
     const fmha_item item = fmha_item_of(&run->cut, index);
     FMHA_NAME(gradients) x = {
-        .w = {.run = run, .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS,
+        .w = {.run = run, .far = FMHA_NAME(values_far)(p), .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS,
               .fewest = run->cut.rows <= FEW_QUERIES},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
         .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,

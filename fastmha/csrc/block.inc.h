@@ -37,6 +37,7 @@ typedef struct {
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
     REAL *few;                          /* scratch of few_scores, where that is to serve */
+    const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
 
@@ -48,6 +49,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->hkv = hkv;
     block->rows = rows;
     block->few = NULL;
+    block->values = NULL;
     block->next = NULL;
     block->queries = ROUND_UP(rows, LANES);
     block->width = ROUND_UP(p->D, LANES);
@@ -520,19 +522,27 @@ static void FMHA_NAME(drop_tile)(const fmha_problem *p, const FMHA_NAME(rows) *b
     }
 }
 
-/* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. */
+/* Whether a block's values come from so far away that they are fetched beside its keys: as rows of whole panels, which is how the
+ * product reads them, no CPU guesses them. */
+static inline int FMHA_NAME(values_far)(const fmha_problem *p)
+{
+    return p->stored == FMHA_SAME && p->B * p->Hkv * p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) >= VALUES_FAR;
+}
+
+/* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. Beside rows of x those are fetched,
+ * ld_beside bytes apart, unless that is NULL. */
 static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
-                                      const REAL *packed, REAL *s)
+                                      const REAL *packed, REAL *s, const char *beside, ptrdiff_t ld_beside)
 {
     ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
     if (block->few) {
         FMHA_NAME(few_scores)(block->rows, queries, n, depth, x, ldx, packed, block->few, s);
         return;
     }
-    if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries);
+    if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries, beside, ld_beside);
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
         FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, queries,
-                                s + k * queries + v0 * LANES, queries);
+                                s + k * queries + v0 * LANES, queries, beside ? beside + k * ld_beside : NULL, ld_beside);
 }
 
 /* The pool lets subnormal operands count as 0; but a float32 that is converted to float64 as it is loaded counts. */
@@ -553,7 +563,7 @@ static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME
                                           const REAL *packed, const REAL *lift, REAL *s)
 {
     if (lift) fmha_keep_subnormal_operands();
-    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s);
+    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s, block->values, p->v.stride[2] * (ptrdiff_t)sizeof(REAL));
     if (!lift) return;
     FMHA_NAME(set_control)(p);
     for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {

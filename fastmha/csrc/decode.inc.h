@@ -295,7 +295,10 @@ static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead
 #undef TURNS
 }
 
-/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns what forward_block does; purpose: 0, careful or raised.
+/* What a chunk's sums are: all finite; of keys of which some were removed. */
+enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };
+
+/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns which of these its sums are; purpose: 0, careful or raised.
  * m->ready: of how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
@@ -485,7 +488,7 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int work
         if (alone && !p->sinks && first.total[r] >= 1) {        /* as below, with a weight of 1 */
             peak = first.peak[r];
             total = first.total[r];
-            FMHA_NAME(divided_row)(p->Dv, first.sums + r * value_width, total, out);
+            FMHA_NAME(divided_row)(p->Dv, first.sums + r * value_width, total, out, v_splat(0));
             if (FMHA_NAME(tiny_row)(p->Dv, out)) tiny |= (uint64_t)1 << r;
             if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = peak + REAL_LOG(total);
             continue;

@@ -336,7 +336,7 @@ static inline fmha_cut fmha_forward_cut(const fmha_problem *p)
 {
     fmha_cut cut = fmha_heads_cut(p);
     cut.row_step = FMHA_BLOCK_ROWS;
-    cut.from_end = 1;
+    cut.from_end = p->banded;
     return cut;
 }
 

@@ -128,8 +128,6 @@ enum {
     FMHA_NAME(reduced) = 2,     /* probabilities so small that no sum of finite values overflows */
     FMHA_NAME(raised) = 4       /* values times SUBNORMAL_LIFT */
 };
-/* What it found. */
-enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };      /* the sums are finite; some tile was touched by masks or ranges */
 
 /* The factor that makes sums over all keys finite. */
 static inline REAL FMHA_NAME(reduction)(const fmha_problem *p)
@@ -177,7 +175,8 @@ static __attribute__((noinline)) void FMHA_NAME(merge_run)(const FMHA_NAME(rows)
     }
 }
 
-/* The softmaxes of a block before the first key of a run, from key `first` on: of nothing, or before all keys of the sinks. */
+/* The softmaxes of a block before the first key of a run, from key `first` on: of nothing, or before all keys of the sinks. Sums of out
+ * are none yet, not even zeros. */
 static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t first, const FMHA_NAME(softmaxes) *to)
 {
     if (first == 0) FMHA_NAME(begin_rows)(p, block, to->peak, to->total);
@@ -185,10 +184,10 @@ static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *b
         to->peak[q] = NEGATIVE_INFINITY;
         to->total[q] = 0;
     }
-    memset(to->out, 0, (size_t)(block->queries * block->value_width) * sizeof(REAL));
 }
 
-/* One block, whose queries are packed, against its keys of [first, last), added to its softmaxes. Returns whether some tile was touched. */
+/* One block, whose queries are packed, against its keys of [first, last), of which its softmaxes, just begun, become. Returns whether some
+ * tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
                                    const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
@@ -196,7 +195,9 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
     ptrdiff_t queries = block->queries, value_width = block->value_width, ld, ldv;
     REAL *packed = m->packed, *s = m->scores, *out = to->out, *peak = to->peak, *total = to->total, *shrink = m->shrink;
     REAL *copy = m->copy, *converted = m->converted;
-    int partly = 0;
+    int partly = 0, none = 1;      /* none: no sums of out yet */
+    const int far = FMHA_NAME(values_far)(p);
+    const ptrdiff_t of_key = p->k.stride[2] * (ptrdiff_t)sizeof(REAL);
     if (first < block->j0) first = block->j0;
     if (last > block->j1) last = block->j1;
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
@@ -208,6 +209,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
         partly |= touched;
         const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
+        block->values = far ? FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j) : NULL;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(fetch_part)(block->next, 0);
         FMHA_NAME(tile_scores)(p, block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, keys, ld, packed, lift, s);
@@ -233,27 +235,25 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         } else {
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, copy, &ldv);
         }
-        if (!banded) FMHA_NAME(product_columns)(block->rows, value_width, n, s, queries, rows, ldv, out, value_width, shrink);
-        for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
-            ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
-            ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
-            if (many) FMHA_NAME(product_columns)(own, value_width, many, s + low * queries + q, queries, rows + low * ldv, ldv,
-                                                 out + q * value_width, value_width, shrink + q);
+        const int more = far && start + TILE_KEYS < last;
+        for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
+            const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;
+            const ptrdiff_t own = banded && block->rows - q > LANES ? LANES : block->rows - q;
+            const REAL *a = s + low * queries + q, *b = rows + low * ldv;
+            const char *beside = more && many == n ? FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS) : NULL;
+            REAL *c = out + q * value_width;
+            if (many && none) FMHA_NAME(product_columns_first)(own, value_width, many, a, queries, b, ldv, c, value_width, beside, of_key);
+            else if (many) FMHA_NAME(product_columns)(own, value_width, many, a, queries, b, ldv, c, value_width, shrink + q, beside, of_key);
+            else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
         }
+        none = 0;
         if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
     }
+    if (none) memset(out, 0, (size_t)(block->rows * value_width) * sizeof(REAL));
     return partly;
 }
 
-/* The sums of a block whose keys it has met all: finite or not, beside whether some tile was touched. */
-static int FMHA_NAME(found)(const FMHA_NAME(rows) *block, const REAL *out, int partly)
-{
-    /* from end to end: what fills up a row is finite where the row is */
-    int finite = FMHA_NAME(all_finite)(1, block->rows * block->value_width, out, 0);
-    return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
-}
-
-/* One block against all its keys. */
+/* One block against all its keys. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
 {
     const fmha_problem *p = &run->p;
@@ -267,7 +267,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
         partly |= FMHA_NAME(forward_keys)(run, block, m, lift, &m->run, j, j + FMHA_RUN_KEYS, purpose);
         FMHA_NAME(merge_run)(block, &m->run, &sums);
     }
-    return FMHA_NAME(found)(block, m->out, partly);
+    return partly;
 }
 
 static inline void FMHA_NAME(write_lse)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r, REAL peak, REAL total)
@@ -301,22 +301,26 @@ static void FMHA_NAME(round_rows)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
     }
 }
 
-/* The block's rows of out and lse from its sums, which forward_block has left: those wanted, a bit each. Returns which are tiny. */
-static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted)
+/* The block's rows of out and lse from its sums, which forward_block has left: those wanted, a bit each. Returns which are tiny, and in
+ * finite whether all sums are. */
+static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted,
+                                       int *finite)
 {
     const fmha_problem *p = &run->p;
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
     uint64_t some = 0, tiny = 0;
+    VEC trace = v_splat(0);
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
         const REAL *sums = out + r * block->value_width;
-        FMHA_NAME(divided_row)(p->Dv, sums, total[r], FMHA_NAME(out_row)(run, block, r, m));
+        trace = FMHA_NAME(divided_row)(p->Dv, sums, total[r], FMHA_NAME(out_row)(run, block, r, m), trace);
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         const REAL bound = 2 * TINY * total[r];     /* hardly a row is: looked at by what is at hand */
         if (total[r] != 0 && p->Dv > 0 && sums[0] <= bound && sums[0] >= -bound) some |= (uint64_t)1 << r;
     }
     for (ptrdiff_t r = 0; r < block->rows && some >> r; r++)     /* by itself: to read behind a store of a part of a vector is to wait for it */
         if (some >> r & 1 && FMHA_NAME(tiny_row)(p->Dv, FMHA_NAME(out_row)(run, block, r, m))) tiny |= (uint64_t)1 << r;
+    *finite = FMHA_NAME(sum)(trace) == 0;
     return tiny;
 }
 
@@ -399,15 +403,20 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
     return item;
 }
 
-/* The rows of a block that are wanted, a bit each, of out and lse, from what a first pass over its keys has found. The firewall costs
+/* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys, some of
+ * whose tiles were touched where partly. The firewall costs
  * finite input nothing: only where a NaN or Inf shows in the result is the block done again, with zeros for what is not finite in partly
  * removed tiles and the allowed pairs added; rows that attend none of it get the same bits as ever. */
 static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
-                                   uint64_t wanted, int found)
+                                   uint64_t wanted, int partly)
 {
-    if (!(found & FMHA_NAME(finite)) && found & FMHA_NAME(partly)) found = FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful));
-    uint64_t tiny = FMHA_NAME(write_block)(run, block, m, wanted);
-    if (!(found & FMHA_NAME(finite))) FMHA_NAME(large_rows)(run, block, m, wanted);
+    int finite;
+    uint64_t tiny = FMHA_NAME(write_block)(run, block, m, wanted, &finite);
+    if (!finite && partly) {
+        FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful));
+        tiny = FMHA_NAME(write_block)(run, block, m, wanted, &finite);
+    }
+    if (!finite) FMHA_NAME(large_rows)(run, block, m, wanted);
     if (tiny) FMHA_NAME(tiny_rows)(run, block, tiny, m);
     FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
 }
@@ -451,6 +460,7 @@ static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
     const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, fmha_place(&run->cut, &item));
     const int meets = FMHA_NAME(meets_run)(&block, item.j0);
     if (meets || item.j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item.j0, &to);     /* others are left out of the merging */
+    if (!meets && item.j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
     if (!meets) return;
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(&run->p);
@@ -472,12 +482,12 @@ static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
     const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, place);
     memcpy(sums.peak, first.peak, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.total, first.total, (size_t)block.queries * sizeof(REAL));
-    memcpy(sums.out, first.out, (size_t)(block.queries * block.value_width) * sizeof(REAL));
+    memcpy(sums.out, first.out, (size_t)(block.rows * block.value_width) * sizeof(REAL));
     for (ptrdiff_t n = 1; n < runs; n++) {
         const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, place + n);
         if (FMHA_NAME(meets_run)(&block, n * FMHA_RUN_KEYS)) FMHA_NAME(merge_run)(&block, &of, &sums);
     }
-    FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(found)(&block, m.out, FMHA_NAME(touched)(p, &block, 0, p->Lk)));
+    FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(touched)(p, &block, 0, p->Lk));
 }
 
 /* ------------------------------------------------------------------------------------------- forward with the weights */
@@ -548,6 +558,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
             block->low[v] = 0;
             block->high[v] = part;
         }
+        if (FMHA_NAME(values_far)(p)) block->values = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j0 + j);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(tile_scores)(p, block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * queries);
         if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j0 + j, s + j * queries, NULL);

@@ -10,7 +10,7 @@ typedef struct {
     ptrdiff_t first, last;          /* of the heads of all batch rows, those that the pass takes: [first, last) */
     ptrdiff_t rows, row_step;       /* of a head, and of an item, fewer in the last; a step of 0: not cut */
     ptrdiff_t cols, col_step;
-    int from_end;                   /* the last rows of a head first: with causality they have the most keys */
+    int from_end;                   /* the last rows of a head first, which have the most keys with causality */
     int heads_inside;               /* heads change first, else last */
     ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
 } fmha_cut;

@@ -8,7 +8,7 @@
  * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale)
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
@@ -35,9 +35,20 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
         }
         a += a_step;
         b += ldb * size;
+        if (!(init & FMHA_FETCH_ROWS) && beside) {
+#pragma GCC unroll 12
+            for (int v = 0; v < nv; v++)
+                if (v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0) v_prefetch_far(beside + v * FMHA_VECTOR_BYTES);
+            beside += ld_beside;
+        }
         if ((init & FMHA_FETCH_ROWS) && k % (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) == 0) {
 #pragma GCC unroll 12
             for (int r = 0; r < mr; r++) v_prefetch(a + (r + mr) * a_row);
+            if (beside) {
+#pragma GCC unroll 12
+                for (int r = 0; r < mr; r++) v_prefetch_far(beside + r * ld_beside);
+                beside += FMHA_CACHE_LINE;
+            }
         }
     }
 #pragma GCC unroll 12
@@ -54,10 +65,13 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 
 /* Rows of the register tile: as many sums as the registers hold. */
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
+/* What lies beside row r of a; or beside the panel of b, once. */
+#define BESIDE(init) \
+    (!beside ? NULL : (init) & FMHA_FETCH_ROWS ? beside + r * ld_beside : r == 0 ? beside + done * FMHA_VECTOR_BYTES : NULL)
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
         FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
-                         FMHA_ACTION(init) == FMHA_SCALE_ADD ? scale + r : scale)
+                         FMHA_ACTION(init) == FMHA_SCALE_ADD ? scale + r : scale, BESIDE(init), ld_beside)
 /* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two. */
 #define MICRO_PANEL(nv) \
     case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
@@ -66,7 +80,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
  * be stored in another type. */
 static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
     const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *scale)
+    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
@@ -86,13 +100,15 @@ static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
 }
 
 #define PRODUCT(init, rows, columns, depth, a, a_row, a_step, b, ...) \
-    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__)
+    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__, NULL, 0)
 
-/* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. */
+/* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. Row by row what lies beside them, ld_beside
+ * bytes apart, is fetched for later, unless that is NULL. */
 static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
-    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const char *beside, ptrdiff_t ld_beside)
 {
-    PRODUCT(FMHA_SET | FMHA_FETCH_ROWS, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, a);
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_SET | FMHA_FETCH_ROWS, rows, columns, depth, a, lda, 1, (const char *)b, ldb, c, ldc, a, beside,
+                          ld_beside);
 }
 
 /* c <- c + a @ b, a's rows along the sum. */
@@ -109,11 +125,20 @@ static __attribute__((noinline)) void FMHA_NAME(product_rows_first)(ptrdiff_t ro
     PRODUCT(FMHA_FIRST, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, &factor);
 }
 
-/* c <- scale[row] * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. */
-static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
-    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale)
+/* c <- scale[row] * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. Row by row what lies beside b, ld_beside bytes
+ * apart, is fetched for later, unless that is NULL. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a,
+    ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
 {
-    PRODUCT(FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, b, ldb, c, ldc, scale);
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, scale, beside, ld_beside);
+}
+
+/* c <- 0 + a^T @ b: the bits of the above where c is 0. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns_first)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a,
+    ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const char *beside, ptrdiff_t ld_beside)
+{
+    const REAL one = 1;
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_FIRST, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, &one, beside, ld_beside);
 }
 
 /* c <- c + a^T @ b. */

@@ -31,18 +31,26 @@ static inline void FMHA_NAME(fill)(ptrdiff_t n, REAL *x, REAL value)
 }
 
 /* to <- x / divisor. An empty row (0 / 0) gives zeros; a NaN divisor makes NaN of what is not exactly 0: a removed
- * position keeps its 0 in a row that has met a NaN. */
-static inline void FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL divisor, REAL *to)
+ * position keeps its 0 in a row that has met a NaN. Returns trace plus 0 * x, of which the lanes are 0 as long as all x are finite. */
+static inline VEC FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL divisor, REAL *to, VEC trace)
 {
     if (divisor > 0 && divisor < (REAL)INFINITY) {
-        VEC inverse = v_splat(1 / divisor);
-        for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(to + j, v_load_n(x + j, n - j, 0) * inverse, n - j);
+        VEC inverse = v_splat(1 / divisor), zero = v_splat(0);
+        for (ptrdiff_t j = 0; j < n; j += LANES) {
+            VEC value = v_load_n(x + j, n - j, 0);
+            trace = trace + value * zero;
+            v_store_n(to + j, value * inverse, n - j);
+        }
     } else {
-        for (ptrdiff_t j = 0; j < n; j++) to[j] = divisor == 0 ? x[j] : x[j] == 0 ? 0 : x[j] / divisor;
+        for (ptrdiff_t j = 0; j < n; j++) {
+            trace = trace + v_splat(x[j] * 0);
+            to[j] = divisor == 0 ? x[j] : x[j] == 0 ? 0 : x[j] / divisor;
+        }
     }
+    return trace;
 }
 
-static inline void FMHA_NAME(divide_row)(ptrdiff_t n, REAL *x, REAL divisor) { FMHA_NAME(divided_row)(n, x, divisor, x); }
+static inline void FMHA_NAME(divide_row)(ptrdiff_t n, REAL *x, REAL divisor) { FMHA_NAME(divided_row)(n, x, divisor, x, v_splat(0)); }
 
 static void FMHA_NAME(divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *divisor_)
 {

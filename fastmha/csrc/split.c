@@ -201,7 +201,7 @@ static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int th
     const ptrdiff_t merged = runs ? (items / runs + threads - 1) / threads : 0;           /* blocks that the busiest thread merges */
     const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows);
     if (!p->banded && !p->key_start && !p->key_length && !runs) {
-        const fmha_item first = fmha_item_of(&cut, items - 1);          /* the first block of the last head: a whole one */
+        const fmha_item first = fmha_item_of(&cut, 0);          /* a whole block, if there is one */
         return (double)((items + threads - 1) / threads) * cost_of_block(p, &first, blocks, 0);
     }
     schedule s = {.threads = threads, .busy = busy};

@@ -51,6 +51,8 @@
 #define DECODE_SHORT     FMHA_OF(   256,    256,    256,    256,    256)  /* bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
+#define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
+
 /* Short heads, each an item. */
 #define NEXT_FAR         FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))  /* bytes that a pass reads, from which on the next head is fetched ahead, */
 #define NEXT_NEAR        FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves, */

@@ -73,7 +73,7 @@ def test_the_choice_does_not_change_from_call_to_call_and_layout_to_layout(isa, 
 @dtypes
 def test_the_choice_looks_at_lengths(isa, dtype):
     assert plan(Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
-    assert plan(H=8, Hkv=1, Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
+    assert plan(H=32 // np.dtype(dtype).itemsize, Hkv=1, Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
     wide = "tiled" if _core.fused_multiply_add() else "blas"
     assert plan(Lq=64, Lk=4096, dtype=dtype).algorithm == wide
     assert plan(Lq=4096, dtype=dtype).algorithm == wide
