@@ -11,7 +11,7 @@
    The caller waits for those who joined and for nobody else: a worker that the system has put aside costs nothing.
 
    A run can be stopped: the caller asks now and then whether it is to be, and sets a flag of the run that all look at. */
-#define _POSIX_C_SOURCE 200809L
+#define _GNU_SOURCE /* POSIX, and on Linux the CPUs of a thread */
 
 #include "pool.h"
 #include "subnormals.h"
@@ -100,6 +100,7 @@ static struct {
     fmha_task task;
     void *context;
     atomic_int *stop; /* of the job */
+    int cpu;          /* on which the caller was when it began, -1: not known */
     _Alignas(CACHE_LINE) pthread_mutex_t running; /* held by the thread whose run this is, or by shutdown */
     pthread_mutex_t lock;                         /* for sleeping; never held while a task runs */
     pthread_cond_t wake, done;
@@ -264,6 +265,31 @@ static void call_workers(int count)
             pthread_cond_signal(&pool.wake);
 }
 
+static int this_cpu(void)
+{
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+/* Where other threads keep all CPUs busy, as those of BLAS do that look for work long after a product, the system may wake a worker
+   on the CPU of its caller and leave it there: the two take turns, while threads that only look would give way. It moves once. */
+static void leave_cpu_of_caller(void)
+{
+#ifdef __linux__
+    const int cpu = this_cpu();
+    cpu_set_t before, others;
+    if (cpu < 0 || cpu != pool.cpu || sched_getaffinity(0, sizeof before, &before) != 0 || CPU_COUNT(&before) < 2)
+        return;
+    others = before;
+    CPU_CLR(cpu, &others);
+    if (sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof before, &before);
+#endif
+}
+
 static void *serve(void *unused)
 {
     int64_t spin_until = nanoseconds() + SPIN_NANOSECONDS;
@@ -280,6 +306,7 @@ static void *serve(void *unused)
             return unused;
         const int worker = join_job(gate);
         if (worker) {
+            leave_cpu_of_caller();
             work(worker);
             leave_job();
         } else if (nanoseconds() < spin_until) { /* jobs of others do not keep a worker that is left over awake */
@@ -376,6 +403,7 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
     pool.task = task;
     pool.context = context;
     pool.items = items;
+    pool.cpu = this_cpu();
     atomic_int stop = 0;
     pool.stop = &stop;
     ask_at = nanoseconds() + ASK_NANOSECONDS;

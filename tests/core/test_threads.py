@@ -167,6 +167,36 @@ def test_default_respects_the_affinity_of_the_process(tmp_path):
     assert in_a_process(code, tmp_path) == "1\n"
 
 
+@on_linux
+@pytest.mark.skipif(CPUS < 2, reason="needs two CPUs")
+def test_a_worker_that_leaves_the_cpu_of_its_caller_may_run_where_it_might_before(tmp_path):
+    """The other CPU is busy: else the system would wake it there."""
+    code = """
+        import os, subprocess, sys, time
+        import numpy as np
+        import fastmha
+        cpus = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, cpus[:1])       # what starts now is on the CPU of the caller
+        fastmha.set_num_threads(2)
+        q = np.ones((1, 8, 128, 64), np.float32)
+        before = set(os.listdir("/proc/self/task"))
+        fastmha.attention(q, q, q)
+        worker, = set(os.listdir("/proc/self/task")) - before
+        busy = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpus[1]}]); any(iter(int, 1))"])
+        try:
+            time.sleep(0.2)
+            os.sched_setaffinity(int(worker), cpus)
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until:
+                fastmha.attention(q, q, q)
+            print(cpus == sorted(os.sched_getaffinity(int(worker))))
+        finally:
+            busy.kill()
+            busy.wait()
+    """
+    assert in_a_process(code, tmp_path) == "True\n"
+
+
 @pytest.mark.parametrize("number", [10**4, 2**31, 10**12])
 def test_absurd_numbers_of_threads_work(number):
     """There are never more threads than items, so a number beyond any machine is a number like another."""
