@@ -20,7 +20,8 @@ static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
 #define KEY_STEP 2          /* even and odd keys have sums of their own: what is left out before a row's keys is a multiple of it */
 #define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
-/* What the next item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out. */
+/* What the next item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out; forward, the out that it
+ * writes, which waits for its lines as well. */
 typedef struct {
     const char *at[5];
     ptrdiff_t bytes[5];
@@ -636,7 +637,10 @@ static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index,
                FMHA_NAME(stored_row)(p, &p->v, b, item.h, 0)},
         .bytes = {p->Lq * p->D * of_row, p->Lk * p->D * of_key, p->Lk * p->Dv * of_key},
     };
-    if (backward) {
+    if (!backward) {
+        next->at[3] = FMHA_NAME(row_in)(p->element, &run->out, b, h, 0);
+        next->bytes[3] = p->Lq * p->Dv * of_row;
+    } else {
         next->at[3] = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
         next->at[4] = FMHA_NAME(row_in)(p->element, &run->out, b, h, 0);
         next->bytes[3] = next->bytes[4] = p->Lq * p->Dv * of_row;

@@ -349,6 +349,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         }
         partly |= touched;
         FMHA_NAME(fetch_part)(m->next, 2);
+        FMHA_NAME(fetch_part)(m->next, 3);
         /* In turns with the next block, as far as both have whole steps: values that were not fetched with their scores, and the others. */
         ptrdiff_t e = 0, steps = in_turns ? (end - j - DECODE_KEYS < n ? end - j - DECODE_KEYS : n) / DECODE_STEP * DECODE_STEP : 0;
         for (ptrdiff_t to = ready < steps ? ready : steps; e < steps; e = to, to = steps)

@@ -221,6 +221,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         }
         FMHA_NAME(softmax_block)(block, banded, n, s, peak, total, shrink);
         FMHA_NAME(fetch_part)(block->next, 2);
+        FMHA_NAME(fetch_part)(block->next, 3);
         if (purpose & FMHA_NAME(reduced)) {
             REAL factor = FMHA_NAME(reduction)(p);
             for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
