@@ -117,23 +117,9 @@ def choose_for(rows: int, Lk: int, D: int, itemsize: int, algorithm: str, backwa
     if algorithm == AUTO and backward and Lk == 1:
         return BLAS.name, OF_ONE_KEY
     of = tuning.current()
-    few = _float32_rows(rows, itemsize) <= of.decode_rows
-    return _choose(rows, decode_pays(rows, Lk, D, itemsize, of), few, of, algorithm, backward, weights)
-
-
-def _float32_rows(rows: int, itemsize: int) -> int:
-    """Rows of float32 that leave as much of "tiled"'s vectors empty, or fill as much of them, as these rows do."""
-    return rows * 2 if itemsize == 8 else rows
-
-
-def decode_pays(rows: int, Lk: int, D: int, itemsize: int, of: Tuning) -> bool:
-    """Whether "decode" is the faster one for so many query rows per key/value head (Lq · H / Hkv) on Lk keys of width D, with
-    these settings."""
-    key_bytes, rows = D * itemsize, _float32_rows(rows, itemsize)
-    for most, of_key, of_keys in of.decode:
-        if rows <= most:
-            return key_bytes >= of_key and Lk * key_bytes >= of_keys
-    return False
+    least, of_key = of.decode_least(rows, itemsize), D * itemsize
+    pays = least is not None and of_key >= least[0] and Lk * of_key >= least[1]
+    return _choose(rows, pays, least is not None, of, algorithm, backward, weights)
 
 
 @lru_cache(maxsize=1024)

@@ -36,7 +36,8 @@ class Tuning:
     ----------
     decode : tuple of (rows, bytes of a key, bytes of all keys)
         "auto" decodes up to so many query rows of float32 per key/value head, from so many bytes on; the first step for the rows
-        counts. A row of float64 counts as two: they fill as much of the vectors of "tiled".
+        counts, and NEVER bytes of all keys leave its rows to others. A row of float64 counts as two: they fill as much of the
+        vectors of "tiled".
     one_part_forward, one_part_backward, two_parts_forward, two_parts_backward : (rows, keys)
         Query rows per key/value head, and keys, from which on attention in so many bfloat16 parts pays on matrix tiles.
     product_tiles : (rows, terms)
@@ -65,10 +66,13 @@ class Tuning:
             return self.one_part_backward if backward else self.one_part_forward
         return self.two_parts_backward if backward else self.two_parts_forward
 
-    @property
-    def decode_rows(self) -> int:
-        """Most query rows of float32 per key/value head that "auto" decodes."""
-        return max((rows for rows, _, _ in self.decode), default=0)
+    def decode_least(self, rows: int, itemsize: int) -> tuple[int, int] | None:
+        """Bytes of a key and of all keys from which on "auto" decodes so many query rows; None: it never does."""
+        float32_rows = rows * 2 if itemsize == 8 else rows
+        for most, of_key, of_keys in self.decode:
+            if float32_rows <= most:
+                return (of_key, of_keys) if of_keys < NEVER else None
+        return None
 
 
 _FUSED = Tuning(

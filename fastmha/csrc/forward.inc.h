@@ -186,8 +186,8 @@ static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *b
     }
 }
 
-/* One block, whose queries are packed, against its keys of [first, last), of which its softmaxes, just begun, become. Returns whether some
- * tile was touched. */
+/* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have no sums of
+ * out. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
                                    const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
@@ -404,10 +404,9 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
     return item;
 }
 
-/* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys, some of
- * whose tiles were touched where partly. The firewall costs
- * finite input nothing: only where a NaN or Inf shows in the result is the block done again, with zeros for what is not finite in partly
- * removed tiles and the allowed pairs added; rows that attend none of it get the same bits as ever. */
+/* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys; partly: some of its tiles were
+ * touched. The firewall costs finite input nothing: only where a NaN or Inf shows in the result is the block done again, with zeros for
+ * what is not finite in partly removed tiles and the allowed pairs added; rows that attend none of it get the same bits as ever. */
 static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
                                    uint64_t wanted, int partly)
 {

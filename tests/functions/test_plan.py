@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import draw, dtypes
+from support import draw, dtypes, selected
 
 import fastmha
 from fastmha import _core, algorithms, reference, tuning, validate
@@ -82,6 +82,16 @@ def test_the_choice_looks_at_lengths(isa, dtype):
         alone = plan(H=1, Hkv=1, Lq=8 * Lq, Lk=600, dtype=dtype)
         group = plan(H=8, Hkv=1, Lq=Lq, Lk=600, dtype=dtype)
         assert alone.algorithm == group.algorithm
+
+
+@pytest.mark.skipif("avx512" not in _core.runnable_isas(), reason="needs AVX-512")
+def test_rows_that_fill_a_vector_are_not_decoded_however_long_the_keys():
+    with selected("avx512"):
+        for Lq, wanted in ((11, "decode"), (12, "tiled"), (16, "tiled"), (17, "decode"), (22, "decode"), (23, "tiled")):
+            found = plan(Lq=Lq, Lk=10**6, D=128)
+            assert found.algorithm == wanted
+            assert "needs more bytes of keys" not in found.reasons["decode"]
+        assert "needs more bytes of keys" in plan(Lq=11, Lk=2, D=128).reasons["decode"]
 
 
 @dtypes
