@@ -82,22 +82,21 @@ def parts_of(problem: Problem, backward: bool = False) -> int:
     parts = _PARTS[resolve(problem.precision)] if "f" in types else 2 if "e" in types else 1
     if parts == 0:
         return 0
-    rows, keys = tuning.current().least_on_tiles(parts, backward)
+    rows, keys = tuning.current().least_on_tiles(parts, "backward" if backward else "forward")
     return parts if Lq * (H // Hkv) >= rows and Lk >= keys else 0
 
 
 def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:
     """The bfloat16 parts in which a product (m, k) @ (k, n) of such types (bfloat16 as uint16) is taken on matrix tiles; 0: by
     vectors."""
-    if not _core.has_tiles():
-        return 0
-    rows, terms = tuning.current().product_tiles
-    if m < rows or k < terms or n < terms:
-        return 0
     types = of_a.char + of_b.char
-    if "d" in types:
+    if not _core.has_tiles() or "d" in types:
         return 0
-    return _PARTS[resolve(precision)] if "f" in types else 2 if "e" in types else 1
+    parts = _PARTS[resolve(precision)] if "f" in types else 2 if "e" in types else 1
+    if parts == 0:
+        return 0
+    rows, terms = tuning.current().least_on_tiles(parts, "products")
+    return parts if m >= rows and k >= terms and n >= terms else 0
 
 
 def how(problem: Problem, parts: int) -> str:

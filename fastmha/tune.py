@@ -24,7 +24,7 @@ from fastmha import _core, algorithms, functional, multihead, tuning
 from fastmha.study import words
 from fastmha.study.folder import replace_text
 from fastmha.study.trial import interleave
-from fastmha.tuning import DEFAULTS, NEVER, TILE, Tuning
+from fastmha.tuning import DEFAULTS, NEVER, OF_TILES, TILE, Tuning
 
 DESCRIPTION = "Measure from which sizes on each way of computing pays on this machine, with one thread, in under five minutes."
 failed = partial(words.failed, command="tune")
@@ -90,9 +90,9 @@ def _tile_arms(backward: bool, precision: str, rows: int, keys: int) -> Arms:
     return below, above
 
 
-def _product_tile_arms(rows: int, terms: int) -> Arms:
+def _product_tile_arms(precision: str, rows: int, terms: int) -> Arms:
     a, b, out = _random(rows, terms), _random(terms, terms), np.empty((rows, terms), np.float32)
-    below, above = (partial(algorithms.product, a, b, out, 1, precision=name) for name in ("highest", "high"))
+    below, above = (partial(algorithms.product, a, b, out, 1, precision=name) for name in ("highest", precision))
     return below, above
 
 
@@ -151,14 +151,14 @@ def settings(default: Tuning) -> Iterator[Setting]:
                       lambda least, shape: _reaches(least[1:], (4 * shape[1], 4 * shape[1] * shape[2])), partial(_with_step, i))
     if not _core.has_tiles():
         return
-    of_tiles = _grid((16, 24, 48, 96, 192), (32, 64, 192))
+    of_attention, of_products = _grid((16, 24, 48, 96, 192), (32, 64, 192)), _grid((16, 32, 64, 128), (32, 64, 128, 256))
     for parts, precision in (("one_part", "medium"), ("two_parts", "high")):
-        for backward, direction in ((False, "forward"), (True, "backward")):
-            name = f"{parts}_{direction}"
-            yield Setting(name, getattr(default, name), of_tiles, of_tiles,
-                          partial(_tile_arms, backward, precision), _reaches, _field(name))
-    yield Setting("product_tiles", default.product_tiles, _grid((16, 32, 64, 128), (32, 64, 128, 256)),
-                  _grid((16, 32, 64, 128), (32, 64, 128, 256)), _product_tile_arms, _reaches, _field("product_tiles"))
+        for of, shapes, arms in (("forward", of_attention, partial(_tile_arms, False)),
+                                 ("backward", of_attention, partial(_tile_arms, True)),
+                                 ("products", of_products, _product_tile_arms)):
+            name = f"{parts}_{of}"
+            yield Setting(name, getattr(default, name), [(NEVER, NEVER), *shapes], shapes, partial(arms, precision), _reaches,
+                          _field(name))
 
 
 def _with_step(i: int, tuned: Tuning, step: tuple[int, int, int]) -> Tuning:
@@ -167,8 +167,8 @@ def _with_step(i: int, tuned: Tuning, step: tuple[int, int, int]) -> Tuning:
 
 def on_tiles_always(tuned: Tuning) -> Tuning:
     """Settings with which both ways can be measured at any shape."""
-    return replace(tuned, one_part_forward=TILE, one_part_backward=TILE, two_parts_forward=TILE, two_parts_backward=TILE,
-                   product_tiles=TILE)
+    least: dict[str, Any] = dict.fromkeys(OF_TILES, TILE)
+    return replace(tuned, **least)
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -270,7 +270,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return ("no", "yes")[value] if isinstance(value, bool) else ", ".join(map(str, value))
+    return ("no", "yes")[value] if isinstance(value, bool) else ", ".join("never" if n == NEVER else str(n) for n in value)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fastmha import _core, validate
 
 VARIABLE = "FASTMHA_TUNING"
-FORMAT = 1
+FORMAT = 2
 TILE = (16, 32)             # rows, and keys or terms, of one matrix tile: no setting of tiles is below
 _MOST = 2**62
-NEVER = 2**50               # bytes: no keys have so many
+NEVER = 2**50               # no lengths, and no bytes of keys, are so many
 _MOST_BYTES = 1 << 20       # of a file: hundreds of times what there is to say
 
 
@@ -40,8 +40,8 @@ class Tuning:
         vectors of "tiled".
     one_part_forward, one_part_backward, two_parts_forward, two_parts_backward : (rows, keys)
         Query rows per key/value head, and keys, from which on attention in so many bfloat16 parts pays on matrix tiles.
-    product_tiles : (rows, terms)
-        Rows, and columns and terms, of a product from which on matrix tiles pay.
+    one_part_products, two_parts_products : (rows, terms)
+        Rows, and columns and terms, of a product in so many parts from which on matrix tiles pay.
     contiguous : (tokens, bytes of a token and head, bytes of a head)
         From where on "auto" has projections write heads contiguous.
     attention_by_blas : bool
@@ -55,16 +55,16 @@ class Tuning:
     one_part_backward: tuple[int, int]
     two_parts_forward: tuple[int, int]
     two_parts_backward: tuple[int, int]
-    product_tiles: tuple[int, int]
+    one_part_products: tuple[int, int]
+    two_parts_products: tuple[int, int]
     contiguous: tuple[int, int, int]
     attention_by_blas: bool
     products_by_blas: bool
 
-    def least_on_tiles(self, parts: int, backward: bool) -> tuple[int, int]:
-        """Rows and keys from which on attention in so many parts pays on matrix tiles."""
-        if parts == 1:
-            return self.one_part_backward if backward else self.one_part_forward
-        return self.two_parts_backward if backward else self.two_parts_forward
+    def least_on_tiles(self, parts: int, of: Literal["forward", "backward", "products"]) -> tuple[int, int]:
+        """From which sizes on attention or products in so many parts pay on matrix tiles; NEVER: they do not."""
+        least: tuple[int, int] = getattr(self, f"{('one_part', 'two_parts')[parts - 1]}_{of}")
+        return least
 
     def decode_least(self, rows: int, itemsize: int) -> tuple[int, int] | None:
         """Bytes of a key and of all keys from which on "auto" decodes so many query rows; None: it never does."""
@@ -82,7 +82,7 @@ _FUSED = Tuning(
             (9, 0, NEVER), (10, 512, 12 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
-    product_tiles=TILE,     # a whole tile is enough
+    one_part_products=TILE, two_parts_products=TILE,        # a whole tile is enough
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
@@ -97,15 +97,18 @@ DEFAULTS: Mapping[str, Tuning] = MappingProxyType({
     "baseline": _BASELINE,
     "avx2": _FUSED,             # of vectors with fused multiply-add the worst of the machines seen decided
     "avx512": _WIDE,
+    # twice the rate of float32, so that the three products of two parts take longer than one of float32
+    "avx512bf16": replace(_WIDE, two_parts_forward=(NEVER, NEVER), two_parts_backward=(NEVER, NEVER),
+                          two_parts_products=(NEVER, NEVER)),
     "amx": _WIDE,               # its vectors are those of AVX-512
     "amx-emulated": _BASELINE,  # for tests; its vectors are the baseline's
 })
-_OF_TILES = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward")
+OF_PRODUCTS = ("one_part_products", "two_parts_products")
+OF_TILES = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward", *OF_PRODUCTS)
 # What the numbers of a setting are, each with the least that is taken.
 _NUMBERS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
     "decode": (("rows", 1), ("bytes of a key", 0), ("bytes of all keys", 0)),
-    **dict.fromkeys(_OF_TILES, (("rows", TILE[0]), ("keys", TILE[1]))),
-    "product_tiles": (("rows", TILE[0]), ("terms", TILE[1])),
+    **{name: (("rows", TILE[0]), ("terms" if name in OF_PRODUCTS else "keys", TILE[1])) for name in OF_TILES},
     "contiguous": (("tokens", 1), ("bytes of a token and head", 1), ("bytes of a head", 1)),
 })
 _lock = threading.Lock()

@@ -22,9 +22,9 @@ import fastmha
 from fastmha import _core, reference
 from fastmha.algorithms import ALGORITHMS
 
-TILE_ISAS = [name for name in _core.runnable_isas() if name.startswith("amx")]
+TILE_ISAS = [name for name in _core.runnable_isas() if name.startswith(("avx512bf16", "amx"))]
 ISAS = [name for name in _core.runnable_isas() if name not in TILE_ISAS]     # whose vectors those with matrix tiles have too
-VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64, "amx": 64, "amx-emulated": 16}
+VECTOR_BYTES = {"baseline": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64, "amx": 64, "amx-emulated": 16}
 NAMED = [name for name in ALGORITHMS if name not in ("auto", "decode")]     # forward and backward, every call
 DTYPES = (np.float32, np.float64)
 try:

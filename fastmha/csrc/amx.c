@@ -14,6 +14,7 @@
 #define FMHA_ISA amx
 #define FMHA_TILES 1
 #define FMHA_TILE_UNIT 1
+#define FMHA_BFLOAT_UNIT 1
 #define FMHA_VECTOR_BYTES 64
 #define FMHA_OF(sse2, neon, avx2, avx512, emulated) avx512
 #ifdef __clang__

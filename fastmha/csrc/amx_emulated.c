@@ -15,6 +15,7 @@
 #define FMHA_ISA amx_emulated
 #define FMHA_TILES 1
 #define FMHA_TILE_UNIT 0
+#define FMHA_BFLOAT_UNIT 0
 #define FMHA_PLAIN 1
 #define FMHA_VECTOR_BYTES 64
 #define FMHA_OF(sse2, neon, avx2, avx512, emulated) emulated

@@ -50,14 +50,19 @@ static const fmha_kernels *emulated_kernels(void)
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 extern const fmha_kernels fmha_avx2_kernels_32, fmha_avx2_kernels_64, fmha_avx512_kernels_32, fmha_avx512_kernels_64;
-extern const fmha_kernels fmha_amx_tile_kernels_32;
+extern const fmha_kernels fmha_avx512bf16_tile_kernels_32, fmha_amx_tile_kernels_32;
+
+static int multiplies_bfloat(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);         /* AVX512-BF16 */
+}
 
 /* AMX asks three: the CPU, the operating system whether it saves tiles, and Linux for this process's permission to use them. */
 static int tiles_run(void)
 {
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return 0;     /* AMX-BF16, AMX-TILE */
-    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return 0;                        /* AVX512-BF16 */
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0;                                /* xgetbv */
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low >> 17 & 3) != 3) return 0;
@@ -77,7 +82,8 @@ int fmha_isa_runs(fmha_isa isa)
                  && __builtin_cpu_supports("avx512dq");
     if (isa == FMHA_AVX2) return avx2;
     if (isa == FMHA_AVX512) return avx512;
-    if (isa == FMHA_AMX) return avx512 && tiles_run();
+    if (isa == FMHA_AVX512BF16) return avx512 && multiplies_bfloat();
+    if (isa == FMHA_AMX) return avx512 && multiplies_bfloat() && tiles_run();
     return isa == FMHA_BASELINE || isa == FMHA_AMX_EMULATED;
 }
 
@@ -85,7 +91,11 @@ const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 {
     if (isa == FMHA_AVX2) return is_double ? &fmha_avx2_kernels_64 : &fmha_avx2_kernels_32;
     if (isa == FMHA_AVX512) return is_double ? &fmha_avx512_kernels_64 : &fmha_avx512_kernels_32;
-    if (isa == FMHA_AMX && is_double) return &fmha_avx512_kernels_64;
+    if ((isa == FMHA_AVX512BF16 || isa == FMHA_AMX) && is_double) return &fmha_avx512_kernels_64;
+    if (isa == FMHA_AVX512BF16) {
+        static fmha_kernels both;
+        return with_tiles("avx512bf16", &fmha_avx512_kernels_32, &fmha_avx512bf16_tile_kernels_32, &both);
+    }
     if (isa == FMHA_AMX) {
         static fmha_kernels both;
         return with_tiles("amx", &fmha_avx512_kernels_32, &fmha_amx_tile_kernels_32, &both);
@@ -113,6 +123,6 @@ const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 
 const char *fmha_isa_name(fmha_isa isa)
 {
-    static const char *const names[FMHA_ISA_COUNT] = {"baseline", "avx2", "avx512", "amx", "amx-emulated"};
+    static const char *const names[FMHA_ISA_COUNT] = {"baseline", "avx2", "avx512", "avx512bf16", "amx", "amx-emulated"};
     return names[isa];
 }

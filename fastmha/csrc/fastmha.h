@@ -274,7 +274,7 @@ typedef struct {
 #define FMHA_BASELINE_FUSES 0
 #endif
 
-typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_AMX, FMHA_AMX_EMULATED, FMHA_ISA_COUNT } fmha_isa;
+typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_AVX512BF16, FMHA_AMX, FMHA_AMX_EMULATED, FMHA_ISA_COUNT } fmha_isa;
 
 /* The table for an instruction set, or NULL where it is not compiled in. Whether this CPU runs it: fmha_isa_runs. */
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double);

@@ -1,10 +1,14 @@
-/* Products on matrix tiles: tiles of 16 rows of 64 bytes, in registers of their own where the CPU has AMX.
+/* Products on matrix tiles: tiles of 16 rows of 64 bytes, in registers of their own where the CPU has AMX; where it has no more than
+ * AVX-512's products of pairs of bfloat16 numbers (VDPBF16PS), 16 vectors are a tile of sums.
  *
  * An operand is packed in tiles, each 1 KB in one piece, as bfloat16 parts: its first part is x rounded to bfloat16, the next what
  * that leaves, rounded, and so on; a product of operands of so many parts is the sum of the products of parts i and j with
  * i + j < parts. Sums are float32. As first operand a tile holds 16 rows of 32 terms of the sum; as second one 16 pairs of terms,
- * of each the two of 16 columns side by side. A sum runs over its tiles in their order, and in a tile as the unit does it: even
- * terms and odd terms apart, one after the other, then both added to what was there; subnormal operands and results count as 0. */
+ * of each the two of 16 columns side by side. A sum runs over its tiles in their order, and in a tile as the unit does it: AMX even
+ * terms and odd terms apart, one after the other, then both added to what was there; vectors pair after pair, and all tiles of a product
+ * before they are added to what was there. Subnormal operands and results count as 0.
+ *
+ * FMHA_TILE_UNIT: there are registers for tiles. FMHA_BFLOAT_UNIT: AVX-512 rounds to bfloat16 and multiplies pairs of it. */
 
 #define TILE_ROWS 16        /* rows of a tile of the first operand and of the sums; columns of the second and of the sums */
 #define TILE_TERMS 32       /* terms of the sum in a tile of an operand */
@@ -36,6 +40,11 @@ static inline void FMHA_NAME(t_configure)(void)
     t_begin();
     _tile_loadconfig(&layout);
 }
+#elif FMHA_BFLOAT_UNIT
+#define t_begin() ((void)0)
+#define t_end() ((void)0)
+#define t_release() ((void)0)
+static inline void FMHA_NAME(t_configure)(void) {}
 #else
 /* The same arithmetic in plain C: a product of two bfloat16 numbers is exact in float32, so that nothing is fused or not. */
 typedef union { float sums[TILE_ROWS][TILE_ROWS]; uint16_t terms[TILE_ROWS][TILE_TERMS]; } FMHA_NAME(tile_registers)[8];
@@ -93,7 +102,7 @@ static inline uint16_t FMHA_NAME(to_bfloat)(float value)
 /* to (32) <- bfloat16 of a, then of b; where interleaved a[0] b[0] a[1] b[1] ...; *a, *b <- what that leaves of them. */
 static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const int interleaved, VEC *a, VEC *b, uint16_t *to)
 {
-#if FMHA_TILE_UNIT
+#if FMHA_BFLOAT_UNIT
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)*b, (__m512)*a), upper = _mm512_set1_epi32((int)0xffff0000);
     if (interleaved) {
         const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
@@ -132,7 +141,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const i
 
 /* ------------------------------------------------------------------------------------------ rows of thirty-two bfloat16 */
 
-#if FMHA_TILE_UNIT
+#if FMHA_BFLOAT_UNIT
 typedef __m512i FMHA_NAME(row);
 
 /* 16 rows of 16 words of 32 bits become their columns: pairs, fours, then quarters of the vectors change places. */
@@ -390,6 +399,59 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 
 /* ------------------------------------------------------------------------------------------------------------ products */
 
+#if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
+/* sums (rows, vectors of 16) <- (add ? sums : 0) + a @ b over `depth` tiles, of some rows of a tile of a and of one or two tiles of b. */
+static inline __attribute__((always_inline)) void FMHA_NAME(pair_products)(
+    const int a_parts, const int b_parts, const int rows, const int vectors, const int add, ptrdiff_t depth, const uint16_t *a,
+    ptrdiff_t a_plane, const uint16_t *b, ptrdiff_t b_plane, ptrdiff_t b_step, float *sums, ptrdiff_t ld)
+{
+    const int most = a_parts > b_parts ? a_parts : b_parts;
+    VEC sum[TILE_ROWS][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) sum[r][v] = v_splat(0);
+    for (ptrdiff_t k = 0; k < depth; k++, a += TILE_SIZE, b += TILE_SIZE)
+#pragma GCC unroll 2
+        for (int of_a = 0; of_a < a_parts; of_a++)
+#pragma GCC unroll 2
+            for (int of_b = 0; of_b < (b_parts < most - of_a ? b_parts : most - of_a); of_b++)
+#pragma GCC unroll 1
+                for (int pair = 0; pair < TILE_ROWS; pair++) {
+                    __m512i second[2];
+#pragma GCC unroll 2
+                    for (int v = 0; v < vectors; v++) second[v] = _mm512_loadu_si512(b + of_b * b_plane + v * b_step + pair * TILE_TERMS);
+#pragma GCC unroll 16
+                    for (int r = 0; r < rows; r++) {
+                        int both;
+                        memcpy(&both, a + of_a * a_plane + r * TILE_TERMS + 2 * pair, sizeof both);
+                        const __m512i first = _mm512_set1_epi32(both);
+#pragma GCC unroll 2
+                        for (int v = 0; v < vectors; v++)
+                            sum[r][v] = (VEC)_mm512_dpbf16_ps((__m512)sum[r][v], (__m512bh)first, (__m512bh)second[v]);
+                    }
+                }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            float *to = sums + r * ld + v * LANES;
+            v_store(to, add ? v_load(to) + sum[r][v] : sum[r][v]);
+        }
+}
+
+/* As below, by as many sums as the registers of vectors hold. */
+static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
+    const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth, const uint16_t *a,
+    const FMHA_NAME(operand) *first, const uint16_t *b, const FMHA_NAME(operand) *second, float *sums, ptrdiff_t ld)
+{
+    const int step = columns > 1 ? TILE_ROWS / 2 : TILE_ROWS;
+    for (int r = 0; r < rows * TILE_ROWS; r += step)
+        FMHA_NAME(pair_products)(a_parts, b_parts, step, columns, add, depth,
+                                 a + r / TILE_ROWS * first->step * TILE_SIZE + r % TILE_ROWS * TILE_TERMS, first->plane,
+                                 b, second->plane, second->step * TILE_SIZE, sums + r * ld, ld);
+}
+#else
 /* sums (16 rows, 16 columns tiles: rows by columns of them, two at most each) <- (add ? sums : 0) + a @ b over `depth` tiles. */
 static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
     const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth, const uint16_t *a,
@@ -431,6 +493,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
     if (rows > 1) t_store_sums(t, 2, sums + TILE_ROWS * ld, ld);
     if (rows > 1 && columns > 1) t_store_sums(t, 3, sums + TILE_ROWS * ld + TILE_ROWS, ld);
 }
+#endif
 
 /* sums (rows, columns), in whole tiles, <- (add ? sums : 0) + a (rows, depth) @ b (depth, columns), all counted in tiles. */
 static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
@@ -472,7 +535,7 @@ static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t
 /* Rows of sums into c of an element type. */
 static void FMHA_NAME(store_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, const float *sums, ptrdiff_t ld, char *c, ptrdiff_t ldc)
 {
-#if FMHA_TILE_UNIT
+#if FMHA_BFLOAT_UNIT
     if (type == FMHA_BFLOAT && columns % TILE_TERMS == 0) {
         for (ptrdiff_t i = 0; i < rows; i++)
             for (ptrdiff_t d = 0; d < columns; d += TILE_TERMS)

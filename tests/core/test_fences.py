@@ -1,7 +1,8 @@
 """No instruction of AVX stands outside its fence, and the C compiles with clang as with gcc.
 
-A CPU without AVX2 runs everything but the functions named fmha_avx2_* and fmha_avx512_*, one without AVX-512 all but
-the latter: a single such instruction elsewhere (in the choice among them, in the pool) would end the process there.
+A CPU without AVX2 runs everything but the functions named fmha_avx2_*, fmha_avx512_*, fmha_avx512bf16_* and fmha_amx_*, one
+without AVX-512 all but the latter three, and one without its bfloat16 all but the last two: a single such instruction
+elsewhere (in the choice among them, in the pool) would end the process there.
 """
 
 import ast
@@ -21,10 +22,11 @@ from fastmha import _core
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "fastmha" / "csrc"
 SOURCES = sorted(CSRC.glob("*.c"))
-FENCED = ("avx2", "avx512", "amx")
+FENCED = ("avx2", "avx512", "avx512bf16", "amx")
 # What only AVX has: all its mnemonics begin with v, also on xmm registers.
 AVX = re.compile(r"^(v\w+|k(mov|and|or|xor|not|add|shift|unpck|test)\w*)$|%[yz]mm\d|%xmm(1[6-9]|2\d|3[01])|%k[0-7]\b")
 AVX512 = re.compile(r"^k(mov|and|or|xor|not|add|shift|unpck|test)\w*$|%zmm\d|%[xy]mm(1[6-9]|2\d|3[01])|%k[0-7]\b")
+BFLOAT = re.compile(r"^v(dpbf16ps|cvtne(2ps2|ps2)bf16[xyz]?)$")
 
 needs_disassembly = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or shutil.which("objdump") is None,
@@ -60,7 +62,7 @@ def strays(listing):
     """Instructions where they must not be."""
     found = []
     for function, mnemonic, operands in listing:
-        for pattern, isas in ((AVX, FENCED), (AVX512, FENCED[1:])):
+        for pattern, isas in ((AVX, FENCED), (AVX512, FENCED[1:]), (BFLOAT, FENCED[2:])):
             if not fenced(function, isas) and (pattern.search(mnemonic) or pattern.search(operands)):
                 found.append(f"{function}: {mnemonic} {operands}")
     return found
@@ -78,7 +80,7 @@ def test_the_built_module_has_no_avx_outside_its_fences():
     assert "PyInit__core" in functions
     assert strays(listing) == []
     # The fenced functions are what is seen, and full of such instructions.
-    for isa, register in (("avx2", "%ymm"), ("avx512", "%zmm")):
+    for isa, register in (("avx2", "%ymm"), ("avx512", "%zmm"), ("avx512bf16", "%zmm")):
         inside = [operands for function, _, operands in listing if fenced(function, [isa])]
         assert sum(register in operands for operands in inside) > 1000
 
@@ -155,6 +157,8 @@ def test_every_object_keeps_to_its_fence(objects):
         ("vaddps\t%xmm17,%xmm2,%xmm3", "fmha_avx2_softmax_32", True),
         ("kmovw\t%eax,%k1", "fmha_avx2_softmax_32", True),
         ("vaddps\t%zmm1,%zmm2,%zmm3", "fmha_avx512_softmax_32.part.0", False),
+        ("vdpbf16ps\t%zmm1,%zmm2,%zmm3", "fmha_avx512_softmax_32", True),
+        ("vcvtne2ps2bf16\t%zmm1,%zmm2,%zmm3", "fmha_avx512bf16_softmax_32", False),
         ("addps\t%xmm1,%xmm2", "fmha_baseline_softmax_32", False),
     ],
 )

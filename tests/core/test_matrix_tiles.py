@@ -23,9 +23,8 @@ RESULTS = ("out", "lse", "grad_q", "grad_k", "grad_v")
 
 
 def on_tiles_from(least):
-    """The settings in use, but matrix tiles for attention from so many rows and keys on."""
-    names = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward")
-    return dataclasses.replace(tuning.current(), **dict.fromkeys(names, least))
+    """The settings in use, but matrix tiles from so many rows, and keys or terms, on."""
+    return dataclasses.replace(tuning.current(), **dict.fromkeys(tuning.OF_TILES, least))
 
 
 @pytest.fixture(params=TILE_ISAS)
@@ -401,12 +400,21 @@ def test_an_unknown_precision_is_an_error_that_names_it(wrong):
         fastmha.set_precision(wrong)
 
 
-def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors():
-    def parts(kind, Lq, Lk, backward=False, **rules):
-        q, k, v, _ = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
-        rules |= {"precision": KINDS[kind][1]}
-        return precision.parts_of(validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules)), backward)
+def parts(kind, Lq, Lk, backward=False, **rules):
+    q, k, v, _ = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
+    rules |= {"precision": KINDS[kind][1]}
+    return precision.parts_of(validate.attention_problem(q, k, v, "BHLD", validate.Rules(**rules)), backward)
 
+
+def test_two_parts_are_left_to_float32_where_tiles_have_twice_its_rate_alone():
+    with selected("amx-emulated"), tuning.using(tuning.DEFAULTS["avx512bf16"]):
+        for kind, most in (("bfloat16", 1), ("medium", 1), ("float16", 0), ("high", 0)):
+            of, asked = validate.bits(np.empty(0, KINDS[kind][0])).dtype, KINDS[kind][1]
+            assert parts(kind, 1000, 1000) == parts(kind, 1000, 1000, backward=True) == most
+            assert precision.parts_of_product(of, of, asked, 1000, 1000, 1000) == most
+
+
+def test_few_rows_tiny_calls_and_odd_scales_are_left_to_vectors():
     with selected("amx-emulated"):
         for kind, most in (("bfloat16", 1), ("medium", 1), ("float16", 2), ("high", 2)):
             least = ((24, 32), (48, 48)) if most == 1 else ((64, 64), (96, 96))

@@ -115,13 +115,13 @@ def test_the_bits_of_a_call_are_those_of_every_process_with_the_file(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- wrong files
 
-KEYS = "decode, one_part_forward, one_part_backward, two_parts_forward, two_parts_backward, product_tiles, contiguous, " \
-       "attention_by_blas, products_by_blas"
+KEYS = "decode, one_part_forward, one_part_backward, two_parts_forward, two_parts_backward, one_part_products, " \
+       "two_parts_products, contiguous, attention_by_blas, products_by_blas"
 
 
 def put(key, value):
     """A file with one thing changed, by its path of keys."""
-    found = {"format": 1, "cpu": tuning.cpu_name(), "settings": json.loads(json.dumps({"avx2": PLAIN["avx2"]}))}
+    found = {"format": 2, "cpu": tuning.cpu_name(), "settings": json.loads(json.dumps({"avx2": PLAIN["avx2"]}))}
     *path, last = key
     at = found
     for name in path:
@@ -139,14 +139,14 @@ WRONG = {
     "deep": ("[" * 100_000, " must be JSON: ..."),
     "long": (" " * ((1 << 20) + 1), " must be a file of `fastmha tune`, got more than 1048576 bytes"),
     "no object": ("[1]", ": the file must be an object with format, cpu, settings, got [1]"),
-    "no settings": ('{"format": 1, "cpu": "x"}',
+    "no settings": ('{"format": 2, "cpu": "x"}',
                     ": the file must be an object with format, cpu, settings, got an object with format, cpu"),
-    "format": (put(("format",), 2), ": format must be 1, got 2"),
-    "truth": (put(("format",), True), ": format must be 1, got True"),
+    "format": (put(("format",), 1), ": format must be 2, got 1"),
+    "truth": (put(("format",), True), ": format must be 2, got True"),
     "cpu": (put(("cpu",), None), ": cpu must be the name of a CPU, got None"),
     "list": (put(("settings",), []), ": settings must be an object, got []"),
     "isa": (put(("settings", "sse9"), {}),
-            ": a key of settings must be one of baseline, avx2, avx512, amx, amx-emulated, got 'sse9'"),
+            ": a key of settings must be one of baseline, avx2, avx512, avx512bf16, amx, amx-emulated, got 'sse9'"),
     "empty": (put(("settings", "avx2"), {}), f": settings.avx2 must be an object with {KEYS}, got an object with nothing"),
     "more": (of("tea", 1), f": settings.avx2 must be an object with {KEYS}, got an object with {KEYS}, tea"),
     "steps": (of("decode", 8), ": settings.avx2.decode must be a list of steps, got 8"),
@@ -155,8 +155,8 @@ WRONG = {
     "order": (of("decode", [[2, 64, 0], [1, 64, 0]]),
               ": settings.avx2.decode must be steps of ascending rows, got [[2, 64, 0], [1, 64, 0]]"),
     "half": (of("contiguous", [1.5, 2, 3]), ": settings.avx2.contiguous (tokens) must be an integer of at least 1, got 1.5"),
-    "below a tile": (of("product_tiles", [8, 32]),
-                     ": settings.avx2.product_tiles (rows) must be an integer of at least 16, got 8"),
+    "below a tile": (of("one_part_products", [8, 32]),
+                     ": settings.avx2.one_part_products (rows) must be an integer of at least 16, got 8"),
     "keys": (of("two_parts_forward", [64, True]),
              ": settings.avx2.two_parts_forward (keys) must be an integer of at least 32, got True"),
     "number": (of("products_by_blas", 1), ": settings.avx2.products_by_blas must be true or false, got 1"),
@@ -218,8 +218,7 @@ def test_every_setting_has_shapes_on_both_sides_and_values_that_a_file_may_hold(
             path = tmp_path / "t.json"
             path.write_text(tuning.text_of("x", {isa: of.put(default, value)}), "utf-8")
             assert tuning.read(path, "it")[1][isa] is not None
-    tiles = {"one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward", "product_tiles"}
-    assert named == {field.name for field in dataclasses.fields(tuning.Tuning)} - (set() if has_tiles else tiles)
+    assert named == {field.name for field in dataclasses.fields(tuning.Tuning)} - (set() if has_tiles else set(tuning.OF_TILES))
 
 
 def test_the_command_writes_a_file_that_reads_back_and_keeps_other_instruction_sets(unread, tmp_path, capsys):
