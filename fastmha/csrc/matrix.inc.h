@@ -400,9 +400,12 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 /* ------------------------------------------------------------------------------------------------------------ products */
 
 #if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
-/* sums (rows, vectors of 16) <- (add ? sums : 0) + a @ b over `depth` tiles, of some rows of a tile of a and of one or two tiles of b. */
+#define TERM_GRAIN 2        /* terms: a product ends where its operands do, and writes so many rows */
+
+/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b over so many pairs of terms, of some rows of a tile of a
+ * and of one or two tiles of b. */
 static inline __attribute__((always_inline)) void FMHA_NAME(pair_products)(
-    const int a_parts, const int b_parts, const int rows, const int vectors, const int add, ptrdiff_t depth, const uint16_t *a,
+    const int a_parts, const int b_parts, const int rows, const int vectors, const int add, ptrdiff_t kept, ptrdiff_t pairs, const uint16_t *a,
     ptrdiff_t a_plane, const uint16_t *b, ptrdiff_t b_plane, ptrdiff_t b_step, float *sums, ptrdiff_t ld)
 {
     const int most = a_parts > b_parts ? a_parts : b_parts;
@@ -411,13 +414,13 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pair_products)(
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) sum[r][v] = v_splat(0);
-    for (ptrdiff_t k = 0; k < depth; k++, a += TILE_SIZE, b += TILE_SIZE)
+    for (; pairs > 0; pairs -= TILE_TERMS / 2, a += TILE_SIZE, b += TILE_SIZE)
 #pragma GCC unroll 2
         for (int of_a = 0; of_a < a_parts; of_a++)
 #pragma GCC unroll 2
             for (int of_b = 0; of_b < (b_parts < most - of_a ? b_parts : most - of_a); of_b++)
 #pragma GCC unroll 1
-                for (int pair = 0; pair < TILE_ROWS; pair++) {
+                for (ptrdiff_t pair = 0; pair < (pairs < TILE_TERMS / 2 ? pairs : TILE_TERMS / 2); pair++) {
                     __m512i second[2];
 #pragma GCC unroll 2
                     for (int v = 0; v < vectors; v++) second[v] = _mm512_loadu_si512(b + of_b * b_plane + v * b_step + pair * TILE_TERMS);
@@ -434,24 +437,32 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pair_products)(
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) {
+        for (int v = 0; v < vectors && r < kept; v++) {
             float *to = sums + r * ld + v * LANES;
             v_store(to, add ? v_load(to) + sum[r][v] : sum[r][v]);
         }
 }
 
-/* As below, by as many sums as the registers of vectors hold. */
-static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
-    const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth, const uint16_t *a,
-    const FMHA_NAME(operand) *first, const uint16_t *b, const FMHA_NAME(operand) *second, float *sums, ptrdiff_t ld)
+/* As below: as many sums as the registers hold, a tile of a by one of b or half a tile of a by two of b. */
+static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
+    const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t terms, const FMHA_NAME(operand) *a,
+    const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
 {
-    const int step = columns > 1 ? TILE_ROWS / 2 : TILE_ROWS;
-    for (int r = 0; r < rows * TILE_ROWS; r += step)
-        FMHA_NAME(pair_products)(a_parts, b_parts, step, columns, add, depth,
-                                 a + r / TILE_ROWS * first->step * TILE_SIZE + r % TILE_ROWS * TILE_TERMS, first->plane,
-                                 b, second->plane, second->step * TILE_SIZE, sums + r * ld, ld);
+    for (ptrdiff_t j = 0; j < columns; j += 2 * TILE_ROWS) {
+        const uint16_t *from_b = b->tiles + j / TILE_ROWS * b->step * TILE_SIZE;
+#define ROWS(many, vectors) \
+    for (ptrdiff_t i = 0; i < rows; i += (many)) \
+        FMHA_NAME(pair_products)(a_parts, b_parts, many, vectors, add, rows - i, (terms + 1) / 2, \
+                                 a->tiles + i / TILE_ROWS * a->step * TILE_SIZE + i % TILE_ROWS * TILE_TERMS, a->plane, \
+                                 from_b, b->plane, b->step * TILE_SIZE, sums + i * ld + j, ld)
+        if (columns - j > TILE_ROWS) ROWS(TILE_ROWS / 2, 2);
+        else ROWS(TILE_ROWS, 1);
+#undef ROWS
+    }
 }
 #else
+#define TERM_GRAIN TILE_TERMS
+
 /* sums (16 rows, 16 columns tiles: rows by columns of them, two at most each) <- (add ? sums : 0) + a @ b over `depth` tiles. */
 static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
     const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth, const uint16_t *a,
@@ -493,35 +504,38 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
     if (rows > 1) t_store_sums(t, 2, sums + TILE_ROWS * ld, ld);
     if (rows > 1 && columns > 1) t_store_sums(t, 3, sums + TILE_ROWS * ld + TILE_ROWS, ld);
 }
-#endif
 
-/* sums (rows, columns), in whole tiles, <- (add ? sums : 0) + a (rows, depth) @ b (depth, columns), all counted in tiles. */
+/* As below. */
 static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
-    const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const FMHA_NAME(operand) *a,
+    const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t terms, const FMHA_NAME(operand) *a,
     const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
 {
+    const ptrdiff_t depth = (terms + TILE_TERMS - 1) / TILE_TERMS;
     t_begin();
-    for (ptrdiff_t i = 0; i < rows; i += 2)
-        for (ptrdiff_t j = 0; j < columns; j += 2) {
-            const uint16_t *from_a = a->tiles + i * a->step * TILE_SIZE, *from_b = b->tiles + j * b->step * TILE_SIZE;
-            float *to = sums + i * TILE_ROWS * ld + j * TILE_ROWS;
+    for (ptrdiff_t i = 0; i < rows; i += 2 * TILE_ROWS)
+        for (ptrdiff_t j = 0; j < columns; j += 2 * TILE_ROWS) {
+            const uint16_t *from_a = a->tiles + i / TILE_ROWS * a->step * TILE_SIZE, *from_b = b->tiles + j / TILE_ROWS * b->step * TILE_SIZE;
+            float *to = sums + i * ld + j;
 #define BLOCK(many, wide) FMHA_NAME(tile_block)(a_parts, b_parts, many, wide, add, depth, from_a, a, from_b, b, to, ld)
-            if (rows - i > 1 && columns - j > 1) BLOCK(2, 2);
-            else if (rows - i > 1) BLOCK(2, 1);
-            else if (columns - j > 1) BLOCK(1, 2);
+            if (rows - i > TILE_ROWS && columns - j > TILE_ROWS) BLOCK(2, 2);
+            else if (rows - i > TILE_ROWS) BLOCK(2, 1);
+            else if (columns - j > TILE_ROWS) BLOCK(1, 2);
             else BLOCK(1, 1);
 #undef BLOCK
         }
     t_end();
 }
+#endif
 
-static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+/* sums (rows, columns) <- (add ? sums : 0) + a (rows, terms) @ b (terms, columns), columns a multiple of 16. On tiles of a unit rows and
+ * terms are whole tiles of what the operands hold, and so are the sums that are written. */
+static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t terms,
     const FMHA_NAME(operand) *a, const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
 {
 #define OF_PARTS(of_a, of_b) \
     case 4 * of_a + of_b: \
-        if (add) FMHA_NAME(tile_product_of)(of_a, of_b, 1, rows, columns, depth, a, b, sums, ld); \
-        else FMHA_NAME(tile_product_of)(of_a, of_b, 0, rows, columns, depth, a, b, sums, ld); \
+        if (add) FMHA_NAME(tile_product_of)(of_a, of_b, 1, rows, columns, terms, a, b, sums, ld); \
+        else FMHA_NAME(tile_product_of)(of_a, of_b, 0, rows, columns, terms, a, b, sums, ld); \
         break
     switch (4 * a->parts + b->parts) {
         OF_PARTS(1, 1);

@@ -243,7 +243,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of
     }
 }
 
-/* The keys that each 32 queries of a block attend, by tiles of terms. */
+/* The keys that each 32 queries of a block attend, by tiles of terms but for the last ones. */
 typedef struct {
     ptrdiff_t low[BLOCK_ROWS / TILE_TERMS], high[BLOCK_ROWS / TILE_TERMS];
 } FMHA_NAME(spans);
@@ -269,11 +269,12 @@ static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_pr
     }
 }
 
-/* sums (keys, width) <- sums + x (keys, queries) @ y (queries, width) of the keys that some of the queries attend, `whole` of them, and
- * of these queries. */
-static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t depth, ptrdiff_t whole, ptrdiff_t width, const FMHA_NAME(operand) *x,
+/* sums (keys, width) <- sums + x (keys, rows) @ y (rows, width) of the keys that some of the rows attend, `whole` of them, and of these
+ * rows. */
+static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t rows, ptrdiff_t whole, ptrdiff_t width, const FMHA_NAME(operand) *x,
                                    const FMHA_NAME(operand) *y, REAL *sums)
 {
+    const ptrdiff_t depth = (rows + TILE_TERMS - 1) / TILE_TERMS;
     for (ptrdiff_t k = 0, end, first = 0, last = 0; k < whole; k = end) {
         for (end = k; end < whole; end += TILE_TERMS) {
             ptrdiff_t from = depth, to = 0;
@@ -287,8 +288,9 @@ static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t depth
             last = to;
         }
         if (first >= last) continue;
+        const ptrdiff_t many = (end < whole ? end : whole) - k, terms = (last < depth ? last * TILE_TERMS : rows) - first * TILE_TERMS;
         const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(x, k / TILE_ROWS, first), b = FMHA_NAME(operand_at)(y, 0, first);
-        FMHA_NAME(tile_product)(1, (end - k) / TILE_ROWS, width / TILE_ROWS, last - first, &a, &b, sums + k * width, width);
+        FMHA_NAME(tile_product)(1, many, width, terms, &a, &b, sums + k * width, width);
     }
 }
 
@@ -299,7 +301,7 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
     ptrdiff_t high, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t skip = (low - j) / TILE_TERMS * TILE_TERMS, n = high - j - skip, whole = ROUND_UP(n, TILE_TERMS), queries = block->queries;
+    const ptrdiff_t skip = (low - j) / TILE_TERMS * TILE_TERMS, n = high - j - skip, whole = ROUND_UP(n, TERM_GRAIN), queries = block->queries;
     const ptrdiff_t columns = queries / LANES, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES), depth = (queries + TILE_TERMS - 1) / TILE_TERMS;
     const int natural = FMHA_NAME(natural_scores)(p);
     REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL, *kept = p->dropout.factor != 0 ? w->kept : NULL;
@@ -310,19 +312,20 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
     for (ptrdiff_t t = 0; t < depth; t++) {
         attended.low[t] = 0;
         attended.high[t] = whole;
-        if (banded) FMHA_NAME(span_of_two)(block, 2 * t, &attended.low[t], &attended.high[t]);
+        if (banded) FMHA_NAME(span_of_two)(block, 2 * t, whole, &attended.low[t], &attended.high[t]);
     }
     /* Without a band all queries at once. */
     const ptrdiff_t times = banded ? depth : 1;
     for (ptrdiff_t t = 0; t < times; t++) {
-        const ptrdiff_t from = skip + attended.low[t], many = (attended.high[t] - attended.low[t]) / TILE_ROWS, wide = banded ? TWO_GROUPS(queries, 2 * t) : columns;
+        const ptrdiff_t from = skip + attended.low[t], many = attended.high[t] - attended.low[t];
+        const ptrdiff_t wide = banded ? TWO_GROUPS(queries, 2 * t) * TILE_ROWS : queries;
         const ptrdiff_t at = attended.low[t] * queries + t * TILE_TERMS;
         const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&chunk->keys, from / TILE_ROWS, 0), q = FMHA_NAME(operand_at)(&rows->q, 2 * t, 0);
         const FMHA_NAME(operand) values = FMHA_NAME(operand_at)(&chunk->values, from / TILE_ROWS, 0), grad_out = FMHA_NAME(operand_at)(&rows->grad_out, 2 * t, 0);
         /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
-        FMHA_NAME(tile_product)(0, many, wide, keys.step, &keys, &q, s + at, queries);
+        FMHA_NAME(tile_product)(0, many, wide, p->D, &keys, &q, s + at, queries);
         /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
-        FMHA_NAME(tile_product)(0, many, wide, values.step, &values, &grad_out, g + at, queries);
+        FMHA_NAME(tile_product)(0, many, wide, p->Dv, &values, &grad_out, g + at, queries);
     }
     for (ptrdiff_t e = 0; natural && e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
     if (kept) FMHA_NAME(drop_tile)(p, block, j + skip, g, kept);
@@ -336,15 +339,16 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
             }
     FMHA_NAME(gradient_operands)(p, &attended, queries, (REAL)(natural ? LOG2_E : p->scale * LOG2_E), natural, s, g, slope, kept, rows, m);
     /* grad_v (keys, Dv) <- grad_v + P^T (keys, queries) @ grad_out (queries, Dv) */
-    FMHA_NAME(add_by_keys)(&attended, depth, whole, value_width, &m->weights, &rows->grad_out_down, grad_v + skip * value_width);
+    FMHA_NAME(add_by_keys)(&attended, block->rows, whole, value_width, &m->weights, &rows->grad_out_down, grad_v + skip * value_width);
     /* grad_k (keys, D) <- grad_k + dS^T (keys, queries) @ q (queries, D) */
-    FMHA_NAME(add_by_keys)(&attended, depth, whole, width, &m->grad_scores, &rows->q_down, grad_k + skip * width);
+    FMHA_NAME(add_by_keys)(&attended, block->rows, whole, width, &m->grad_scores, &rows->q_down, grad_k + skip * width);
     /* grad_q^T (D, queries) <- grad_q^T + k^T (D, keys) @ dS^T (keys, queries) */
     if (!FMHA_NAME(wait_for)(turn)) return;
     for (ptrdiff_t t = 0; t < times; t++) {
-        const ptrdiff_t low = attended.low[t] / TILE_TERMS, terms = attended.high[t] / TILE_TERMS - low, wide = banded ? TWO_GROUPS(queries, 2 * t) : columns;
+        const ptrdiff_t low = attended.low[t] / TILE_TERMS, terms = attended.high[t] - attended.low[t];
+        const ptrdiff_t wide = banded ? TWO_GROUPS(queries, 2 * t) * TILE_ROWS : queries;
         const FMHA_NAME(operand) across = FMHA_NAME(operand_at)(&chunk->keys_across, 0, skip / TILE_TERMS + low), down = FMHA_NAME(operand_at)(&m->grad_scores_down, 2 * t, low);
-        FMHA_NAME(tile_product)(1, width / TILE_ROWS, wide, terms, &across, &down, grad_q + t * TILE_TERMS, queries);
+        FMHA_NAME(tile_product)(1, width, wide, terms, &across, &down, grad_q + t * TILE_TERMS, queries);
     }
 }
 

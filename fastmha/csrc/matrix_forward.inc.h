@@ -299,7 +299,7 @@ static uint64_t FMHA_NAME(odd_rows)(const fmha_problem *p, const FMHA_NAME(rows)
     return rows;
 }
 
-/* Of a block, the keys [j, j + n) of the chunk that begins at `start`: `whole` tiles of them, scored and masked; banded: not all groups
+/* Of a block, the keys [j, j + n) of the chunk that begins at `start`: `whole` with what products add to them, scored and masked; banded: not all groups
  * of queries attend all. */
 typedef struct {
     FMHA_NAME(matrix_chunk) chunk;
@@ -307,8 +307,8 @@ typedef struct {
     int banded;
 } FMHA_NAME(matrix_part);
 
-/* Keys [*low, *high) of `whole`, by tiles of terms, that the queries of groups g and g + 1 attend. */
-static inline void FMHA_NAME(span_of_two)(const FMHA_NAME(rows) *block, ptrdiff_t g, ptrdiff_t *low, ptrdiff_t *high)
+/* Keys [*low, *high) of `whole`, by tiles of terms but for the last ones, that the queries of groups g and g + 1 attend. */
+static inline void FMHA_NAME(span_of_two)(const FMHA_NAME(rows) *block, ptrdiff_t g, ptrdiff_t whole, ptrdiff_t *low, ptrdiff_t *high)
 {
     ptrdiff_t from = block->low[g], to = block->high[g];
     if (g + 1 < block->queries / TILE_ROWS && block->low[g + 1] < block->high[g + 1]) {
@@ -316,17 +316,17 @@ static inline void FMHA_NAME(span_of_two)(const FMHA_NAME(rows) *block, ptrdiff_
         if (block->high[g + 1] > to) to = block->high[g + 1];
     }
     *low = from / TILE_TERMS * TILE_TERMS;
-    *high = to > from ? ROUND_UP(to, TILE_TERMS) : *low;
+    *high = to <= from ? *low : ROUND_UP(to, TILE_TERMS) < whole ? ROUND_UP(to, TILE_TERMS) : whole;
 }
 
 /* part->start says which; returns whether one of the keys is attended, and then there are scores. */
 static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, FMHA_NAME(matrix_part) *part)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t start = part->start, queries = block->queries, depth = (p->D + TILE_TERMS - 1) / TILE_TERMS;
+    const ptrdiff_t start = part->start, queries = block->queries;
     /* Keys before j0 are left out, by whole tiles. */
     const ptrdiff_t j = start < block->j0 ? block->j0 / TILE_TERMS * TILE_TERMS : start;
-    const ptrdiff_t n = (block->j1 < start + MATRIX_KEYS ? block->j1 : start + MATRIX_KEYS) - j, whole = ROUND_UP(n, TILE_TERMS);
+    const ptrdiff_t n = (block->j1 < start + MATRIX_KEYS ? block->j1 : start + MATRIX_KEYS) - j, whole = ROUND_UP(n, TERM_GRAIN);
     REAL *s = m->scores;
     part->j = j;
     part->n = n;
@@ -337,11 +337,11 @@ static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block,
     const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&part->chunk.keys, (j - start) / TILE_ROWS, 0);
     part->banded = FMHA_NAME(set_spans)(block, j, n, KEY_STEP) || n < whole;
     /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
-    if (!part->banded) FMHA_NAME(tile_product)(0, whole / TILE_ROWS, queries / TILE_ROWS, depth, &keys, &m->q, s, queries);
+    if (!part->banded) FMHA_NAME(tile_product)(0, whole, queries, p->D, &keys, &m->q, s, queries);
     for (ptrdiff_t g = 0, low, high; part->banded && g < queries / TILE_ROWS; g += 2) {
-        FMHA_NAME(span_of_two)(block, g, &low, &high);
+        FMHA_NAME(span_of_two)(block, g, whole, &low, &high);
         const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&keys, low / TILE_ROWS, 0), b = FMHA_NAME(operand_at)(&m->q, g, 0);
-        FMHA_NAME(tile_product)(0, (high - low) / TILE_ROWS, TWO_GROUPS(queries, g), depth, &a, &b, s + low * queries + g * TILE_ROWS, queries);
+        FMHA_NAME(tile_product)(0, high - low, TWO_GROUPS(queries, g) * TILE_ROWS, p->D, &a, &b, s + low * queries + g * TILE_ROWS, queries);
     }
     if (FMHA_NAME(natural_scores)(p))
         for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
@@ -356,7 +356,7 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
     const fmha_problem *p = &run->p;
     const int natural = FMHA_NAME(natural_scores)(p), kept = p->dropout.factor != 0;
     const REAL factor = (REAL)(natural ? LOG2_E : p->scale * LOG2_E);
-    const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS, value_rows = (p->Dv + TILE_ROWS - 1) / TILE_ROWS;
+    const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS, value_width = ROUND_UP(p->Dv, TILE_ROWS);
     REAL *s = m->scores, *out = m->out;
     FMHA_NAME(matrix_part) part;
     uint64_t odd = FMHA_NAME(matrix_queries)(p, block, &m->q);
@@ -379,17 +379,17 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
                                         (uint16_t *)m->weights.tiles + g * m->weights.step * TILE_SIZE, m->weights.plane);
         }
         /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
-        for (ptrdiff_t d = 0; begun && moved && d < value_rows * TILE_ROWS; d++)
+        for (ptrdiff_t d = 0; begun && moved && d < value_width; d++)
             for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(out + d * queries + q, v_load(out + d * queries + q) * v_load(m->shrink + q));
-        if (!part.banded) FMHA_NAME(tile_product)(begun, value_rows, groups, part.whole / TILE_TERMS, &values, &m->weights, out, queries);
+        if (!part.banded) FMHA_NAME(tile_product)(begun, value_width, queries, part.whole, &values, &m->weights, out, queries);
         for (ptrdiff_t g = 0, low, high; part.banded && g < groups; g += 2) {
-            FMHA_NAME(span_of_two)(block, g, &low, &high);
+            FMHA_NAME(span_of_two)(block, g, part.whole, &low, &high);
             const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&values, 0, low / TILE_TERMS), b = FMHA_NAME(operand_at)(&m->weights, g, low / TILE_TERMS);
-            FMHA_NAME(tile_product)(begun, value_rows, TWO_GROUPS(queries, g), (high - low) / TILE_TERMS, &a, &b, out + g * TILE_ROWS, queries);
+            FMHA_NAME(tile_product)(begun, value_width, TWO_GROUPS(queries, g) * TILE_ROWS, high - low, &a, &b, out + g * TILE_ROWS, queries);
         }
         begun = 1;
     }
-    if (!begun) memset(out, 0, (size_t)(value_rows * TILE_ROWS * queries) * sizeof(REAL));
+    if (!begun) memset(out, 0, (size_t)(value_width * queries) * sizeof(REAL));
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (!(m->total[r] < FAR_SCORE) || (m->peak[r] != NEGATIVE_INFINITY && !natural && !(m->peak[r] < FAR_SCORE && m->peak[r] > -FAR_SCORE)))
             odd |= (uint64_t)1 << r;

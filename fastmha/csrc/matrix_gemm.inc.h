@@ -39,7 +39,8 @@ static void FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdi
             const FMHA_NAME(operand) a = {(const uint16_t *)x->a + (i0 / TILE_ROWS * step + k) * TILE_SIZE, step, FMHA_NAME(tiles_size)(x->M, x->K), x->parts_a};
             const FMHA_NAME(operand) b = {(const uint16_t *)x->b + ((j0 + n) / TILE_ROWS * step + k) * TILE_SIZE, step,
                                           FMHA_NAME(tiles_size)(x->N, x->K), x->parts_b};
-            FMHA_NAME(tile_product)(k > 0, row_tiles, many > TILE_ROWS ? 2 : 1, step - k < GEMM_TILES ? step - k : GEMM_TILES, &a, &b, sums, ld);
+            FMHA_NAME(tile_product)(k > 0, rows, ROUND_UP(many, TILE_ROWS), step - k < GEMM_TILES ? x->K - k * TILE_TERMS : GEMM_TILES * TILE_TERMS,
+                                    &a, &b, sums, ld);
         }
         if (step == 0) memset(sums, 0, (size_t)(row_tiles * TILE_ROWS * ld) * sizeof(REAL));
         fmha_finish own = *last;
