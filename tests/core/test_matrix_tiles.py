@@ -314,6 +314,17 @@ def test_products_of_matrices_in_every_orientation(tiles, M, N, K, parts):
         assert np.abs(out - wanted).max() <= share * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 16, 32), (17, 31, 33), (40, 40, 50), (200, 70, 599), (513, 33, 2)])
+def test_products_of_whole_numbers_are_exact(tiles, M, N, K):
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-8, 9, (M, K)), rng.integers(-8, 9, (K, N))
+    for of, trans_a, trans_b in itertools.product((np.float32, bfloat16), (False, True), (False, True)):
+        x, y = (np.ascontiguousarray(z.T if trans else z).astype(of) for z, trans in ((a, trans_a), (b, trans_b)))
+        out = np.empty((M, N), np.float32)
+        assert _core.matmul_matrix(validate.bits(x), validate.bits(y), out, trans_a, trans_b, None, (64, 64), 2, 1)
+        assert np.array_equal(out, a @ b)
+
+
 def test_a_product_says_when_tiles_cannot_do_it(tiles):
     a, b, out = np.ones((32, 32), np.float32), np.ones((32, 32), np.float32), np.empty((32, 32), np.float32)
     for bad in (np.nan, np.inf, 1e20):
