@@ -1265,15 +1265,21 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
 
 # ------------------------------------------------------------------------------------------------------ packed sequences
 
+ctypedef fmha_cut (*packed_cut)(const fmha_run *, const fmha_kernels *, int64_t) noexcept nogil
+ctypedef ptrdiff_t (*packed_scratch)(const fmha_run *, const fmha_kernels *) noexcept nogil
+
 ctypedef struct Packed:
     # One pass over sequences that lie end to end. Each is a run of its own with one batch row; `whole` is a run over all tokens.
     fmha_run whole
+    const fmha_kernels *kernels
     fmha_task task
-    fmha_cut (*cut)(const fmha_run *, int64_t) noexcept nogil
+    packed_cut cut                      # of a run, with so many heads taken whole
+    packed_scratch scratch              # elements of one thread
     ptrdiff_t sequences, itemsize, element_size, stored_size
     const int64_t *table                # for each sequence PACKED_COLUMNS numbers
     int64_t *first                      # (sequences + 1) the first item of each
-    int64_t *chunk                      # (sequences) where what its chunks leave begins, or its split heads share; or NULL
+    int64_t *chunk                      # (sequences) where what chunks leave begins, or what is kept of split heads; or NULL
+    int64_t *shared                     # (sequences) where operands for matrix tiles begin, of split heads; or NULL
 
 
 cdef enum:
@@ -1307,7 +1313,10 @@ cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogi
             to.chunks += c.chunk[s]
         if to.kept != NULL:
             to.kept += c.chunk[s]
-    to.cut = c.cut(to, row[5])
+    if c.shared != NULL:
+        to.shared += c.shared[s]
+        to.first_shared = row[5]
+    to.cut = c.cut(to, c.kernels, row[5])
 
 
 cdef void packed_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
@@ -1325,31 +1334,57 @@ cdef void packed_item(void *context, ptrdiff_t index, int worker) noexcept nogil
     c.task(&own, index - c.first[low], worker)
 
 
-cdef fmha_cut packed_forward_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+cdef fmha_cut packed_forward_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
     return fmha_forward_cut(&run.p)
 
 
-cdef fmha_cut packed_decode_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+cdef fmha_cut packed_decode_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
     # as for more threads than chunks, each an item: one sequence's cut does not know how many the others have
     return fmha_decode_cut(&run.p, fmha_chunks(&run.p) + 1)
 
 
-cdef fmha_cut packed_heads_cut(const fmha_run *run, int64_t unused) noexcept nogil:
+cdef fmha_cut packed_heads_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
     return fmha_heads_cut(&run.p)
 
 
-cdef fmha_cut packed_backward_cut(const fmha_run *run, int64_t whole) noexcept nogil:
+cdef fmha_cut packed_mode_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
+    # whole heads, or of the others what a backward pass of this mode goes through: all blocks, or all tiles
     cdef fmha_split split
     split.mode, split.whole, split.share, split.together = FMHA_TURNS, whole, 0, 0
     return fmha_backward_cut(&run.p, run.mode, &split)
 
 
-ctypedef ptrdiff_t (*scratch_function)(const fmha_problem *) noexcept nogil
+cdef fmha_cut packed_chunks_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
+    return kernels.matrix_cut(&run.p, whole)
 
 
-cdef ptrdiff_t packed_items(Packed *c, scratch_function scratch, const fmha_kernels *kernels, ptrdiff_t *most) noexcept nogil:
+cdef ptrdiff_t forward_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
+    return kernels.forward_scratch(&run.p)
+
+
+cdef ptrdiff_t decode_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
+    return kernels.decode_scratch(&run.p)
+
+
+cdef ptrdiff_t merge_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
+    return kernels.merge_scratch(&run.p)
+
+
+cdef ptrdiff_t matrix_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
+    return kernels.matrix_scratch(&run.p, run.mode == FMHA_WHOLE, False)
+
+
+cdef ptrdiff_t backward_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
+    return kernels.backward_scratch(&run.p, run.mode, 0)
+
+
+cdef ptrdiff_t gradient_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
+    return kernels.gradient_scratch(&run.p, run.mode, 0)
+
+
+cdef ptrdiff_t packed_items(Packed *c, ptrdiff_t *most) noexcept nogil:
     """Numbers the items of a pass; most: the scratch of one thread for whichever sequence needs most, where that is larger."""
-    cdef ptrdiff_t s, items = 0, own_items, size
+    cdef ptrdiff_t s, items = 0, own_items
     cdef fmha_run own
     for s in range(c.sequences):
         sequence_run(c, s, &own)
@@ -1358,66 +1393,90 @@ cdef ptrdiff_t packed_items(Packed *c, scratch_function scratch, const fmha_kern
         if own_items == 0:          # one that is split would ask the pass over whole heads for scratch by its length
             continue
         items += own_items
-        size = scratch(&own.p) if scratch != NULL else kernels.backward_scratch(&own.p, own.mode, 0)
-        most[0] = max(most[0], size * c.itemsize)
+        if c.scratch != NULL:
+            most[0] = max(most[0], c.scratch(&own, c.kernels) * c.itemsize)
     c.first[c.sequences] = items
     return items
+
+
+cdef int packed_pass(Packed *c, fmha_task task, packed_cut cut, packed_scratch scratch, int threads) except -1:
+    cdef ptrdiff_t most = 0, items
+    cdef Scratch memory
+    c.task, c.cut, c.scratch = task, cut, scratch
+    items = packed_items(c, &most)
+    if items == 0:
+        return 0
+    memory = scratch_for(most, items, threads)
+    c.whole.scratch, c.whole.scratch_size = memory.start, memory.size
+    with nogil:
+        fmha_pool_run(packed_item, c, items, memory.threads)
+    return finish()
+
+
+cdef ptrdiff_t split_bytes(Packed *c, ptrdiff_t of_head, ptrdiff_t s) noexcept nogil:
+    """So many bytes for each head of sequence s that is not taken whole."""
+    return (c.whole.p.Hkv - c.table[s * PACKED_COLUMNS + 5]) * of_head
 
 
 def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     """Attention of sequences that lie end to end in q, k, v (1, heads, tokens, width), by "tiled" or "decode".
 
     table (sequences, 6) int64: first query, queries, first key, keys, number of the sequence in the offsets (sequences,) and in
-    the draws of dropout, and what `packed_backward` says. lse: (heads, queries) of each sequence behind the one before, or None.
+    the draws of dropout, and how many of its key/value heads are items of their own, which on matrix tiles and backward spare
+    memory. lse: (heads, queries) of each sequence behind the one before, or None.
     """
     cdef Packed c
-    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, most = 0, items, merging, s, bytes = 0
+    cdef ptrdiff_t most = 0, items, merging, s, bytes = 0
     cdef fmha_run own
     cdef Scratch numbers, scratch, chunks
     prepare_packed(&c, problem, table, out, lse)
     numbers = Scratch((2 * c.sequences + 2) * sizeof(int64_t), 1)
     c.first = <int64_t *>numbers.start
-    if not decode:
-        c.task, c.cut = kernels.tiled_forward, packed_forward_cut
-        items = packed_items(&c, kernels.forward_scratch, kernels, &most)
-        scratch = scratch_for(most, items, threads)
-        c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
-        with nogil:
-            fmha_pool_run(packed_item, &c, items, scratch.threads)
-        finish()
+    if not decode and c.whole.p.parts > 0 and c.kernels.matrix_forward != NULL:
+        c.whole.mode = FMHA_WHOLE
+        packed_pass(&c, c.kernels.matrix_head, packed_mode_cut, matrix_scratch_of, threads)
+        c.shared = c.first + c.sequences + 1
+        for s in range(c.sequences):
+            sequence_run(&c, s, &own)
+            c.shared[s] = bytes
+            bytes += split_bytes(&c, c.kernels.matrix_bytes(&own.p), s)
+        chunks = Scratch(bytes, 1)
+        c.whole.shared, c.whole.mode = chunks.start, FMHA_PREPARE
+        packed_pass(&c, c.kernels.matrix_pack, packed_chunks_cut, NULL, threads)
+        packed_pass(&c, c.kernels.matrix_forward, packed_mode_cut, matrix_scratch_of, threads)
         return
-    c.cut = packed_heads_cut
-    merging = packed_items(&c, kernels.merge_scratch, kernels, &most)
-    c.task, c.cut = kernels.decode, packed_decode_cut
-    items = packed_items(&c, kernels.decode_scratch, kernels, &most)
+    if not decode:
+        packed_pass(&c, c.kernels.tiled_forward, packed_forward_cut, forward_scratch_of, threads)
+        return
+    c.cut, c.scratch = packed_heads_cut, merge_scratch_of
+    merging = packed_items(&c, &most)
+    c.task, c.cut, c.scratch = c.kernels.decode, packed_decode_cut, decode_scratch_of
+    items = packed_items(&c, &most)
     c.chunk = c.first + c.sequences + 1
     for s in range(c.sequences):
         c.chunk[s] = 0
     for s in range(c.sequences):
         sequence_run(&c, s, &own)
         c.chunk[s] = bytes
-        bytes += fmha_chunks(&own.p) * kernels.chunk_scratch(&own.p) * size
+        bytes += fmha_chunks(&own.p) * c.kernels.chunk_scratch(&own.p) * c.itemsize
     scratch = scratch_for(most, max(items, merging), threads)
     c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
     chunks = Scratch(bytes, 1)
     c.whole.chunks = chunks.start
     with nogil:
         if fmha_pool_run(packed_item, &c, items, scratch.threads):
-            c.task, c.cut = kernels.decode_merge, packed_heads_cut
-            packed_items(&c, kernels.merge_scratch, kernels, &most)
+            c.task, c.cut = c.kernels.decode_merge, packed_heads_cut
+            packed_items(&c, &most)
             fmha_pool_run(packed_item, &c, merging, scratch.threads)
     finish()
 
 
 def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, grad_v, states, int threads):
-    """Gradients of sequences that lie end to end, by "tiled"; the last column of the table: how many key/value heads of each
-    sequence are items of their own; the tiles of the others take turns. states: ROW_STATE numbers for each of lse, zeros before,
-    or None."""
+    """Gradients of sequences that lie end to end, by "tiled"; of the key/value heads that are no items of their own the tiles
+    take turns. states: ROW_STATE numbers for each of lse, zeros before, or None."""
     cdef Packed c
-    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t most, items, s, shared = 0
-    cdef Scratch numbers, scratch, kept
+    cdef ptrdiff_t s, of_head, bytes_kept = 0, bytes_shared = 0
+    cdef Scratch numbers, kept, shared
     cdef fmha_run own
     prepare_packed(&c, problem, table, out, lse)
     read_array(grad_out, &c.whole.grad_out, NULL, problem.element_size, False)
@@ -1425,37 +1484,40 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
     read_array(grad_k, &c.whole.grad_k, NULL, problem.stored_size, True)
     read_array(grad_v, &c.whole.grad_v, NULL, problem.stored_size, True)
     c.whole.row_states = pointer(states, True) if states is not None else NULL
-    numbers = Scratch((2 * c.sequences + 1) * sizeof(int64_t), 1)
+    cdef bint on_tiles = c.whole.p.parts > 0 and c.kernels.matrix_backward != NULL
+    cdef fmha_task task = c.kernels.matrix_backward if on_tiles else c.kernels.tiled_backward
+    cdef packed_scratch of_thread = gradient_scratch_of if on_tiles else backward_scratch_of
+    numbers = Scratch((3 * c.sequences + 1) * sizeof(int64_t), 1)
     c.first = <int64_t *>numbers.start
-    c.task, c.cut = kernels.tiled_backward, packed_backward_cut
-    c.whole.mode = FMHA_TURNS
+    c.whole.mode = FMHA_WHOLE
+    packed_pass(&c, task, packed_mode_cut, of_thread, threads)
+    cdef int64_t *keeps = c.first + c.sequences + 1
+    cdef int64_t *shares = keeps + c.sequences
     for s in range(c.sequences):
         sequence_run(&c, s, &own)
-        c.first[c.sequences + 1 + s] = shared
-        if own.cut.last > own.cut.first:
-            shared += (own.cut.last - own.cut.first) * kernels.backward_kept(&own.p, 0) * c.itemsize
-    c.chunk = c.first + c.sequences + 1
-    kept = Scratch(shared, 1)
-    c.whole.kept = kept.start
-    for mode in (FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_RESULTS):
+        of_head = (c.kernels.gradient_kept if on_tiles else c.kernels.backward_kept)(&own.p, 0) * c.itemsize
+        keeps[s], shares[s] = bytes_kept, bytes_shared
+        bytes_kept += split_bytes(&c, of_head, s)
+        if on_tiles:
+            bytes_shared += split_bytes(&c, c.kernels.gradient_bytes(&own.p), s)
+    kept, shared = Scratch(bytes_kept, 1), Scratch(bytes_shared, 1)
+    c.chunk, c.whole.kept = keeps, kept.start
+    if on_tiles:
+        c.shared, c.whole.shared, c.whole.mode = shares, shared.start, FMHA_PREPARE
+        packed_pass(&c, c.kernels.gradient_pack_keys, packed_chunks_cut, NULL, threads)
+        packed_pass(&c, c.kernels.gradient_pack_rows, packed_mode_cut, NULL, threads)
+    for mode in (FMHA_PREPARE, FMHA_TURNS, FMHA_RESULTS):
         c.whole.mode = mode
-        most = 0
-        items = packed_items(&c, NULL, kernels, &most)
-        if items == 0:
-            continue
-        scratch = scratch_for(most, items, threads)
-        c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
-        with nogil:
-            fmha_pool_run(packed_item, &c, items, scratch.threads)
-        finish()
+        packed_pass(&c, task, packed_mode_cut, of_thread, threads)
 
 
 cdef int prepare_packed(Packed *c, Problem problem, table, out, lse) except -1:
     """What both directions share."""
     memset(c, 0, sizeof(Packed))
-    c.whole.p, c.itemsize = problem.c, problem.itemsize
+    c.whole.p, c.itemsize, c.kernels = problem.c, problem.itemsize, kernel_tables[problem.is_double]
     c.element_size, c.stored_size = problem.element_size, problem.stored_size
     c.table, c.sequences = <const int64_t *>pointer(table, False), len(table)
+    c.cut = packed_heads_cut
     read_array(out, &c.whole.out, NULL, problem.element_size, True)
     c.whole.lse = pointer(lse, True) if lse is not None else NULL
     return 0

@@ -1,7 +1,8 @@
 """Attention over sequences that lie end to end: no padding is computed or stored.
 
 Each sequence is a problem of its own on views of the packed arrays, with the algorithm that `fastmha.attention` would choose for
-it. Those that run by the same one of the kernels' own algorithms are one run of the pool, the longest first.
+it. Those that run by the same one of the kernels' own algorithms, on matrix tiles or by vectors, are one run of the pool, the
+longest first.
 """
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from fastmha import _core, algorithms, threads, validate
 from fastmha._core import Problem
-from fastmha.algorithms import BLAS, DECODE
+from fastmha.algorithms import AUTO, BLAS, DECODE, TILED
 from fastmha.planning import choose_for
+from fastmha.precision import parts_for
 from fastmha.validate import Rules
 
 _AXES = "(tokens, H, D)"
@@ -30,6 +32,13 @@ _NAMES = validate.CALL_NAMES | {
 }
 
 
+class _Way(NamedTuple):
+    """How sequences are computed."""
+
+    algorithm: str
+    parts: int                  # on matrix tiles, as many; 0: by vectors
+
+
 class _Packed(NamedTuple):
     """Sequences after their checks."""
 
@@ -38,7 +47,8 @@ class _Packed(NamedTuple):
     lengths_q: np.ndarray
     starts_k: np.ndarray
     lengths_k: np.ndarray
-    names: np.ndarray           # (S,) the algorithm of each
+    ways: np.ndarray            # (S,) the way of each, an index into
+    ways_taken: list[_Way]
 
 
 @validate.own_keywords(_NAMES)
@@ -111,7 +121,7 @@ def attention_packed(
             target = np.empty((total, H, Dv), problem.element)
     lse = np.empty(H * total, problem.dtype) if return_lse else None
     out4 = _heads(validate.bits(target))
-    for name, table in _runs(packed, workers):
+    for (name, problem.parts), table in _runs(packed, workers):
         if name != BLAS.name:
             _core.packed_forward(problem, table, out4, lse, name == DECODE.name, workers)
             continue
@@ -173,7 +183,7 @@ def attention_packed_backward(
     flat[places] = lse
     state = _core.ROW_STATE
     states = np.zeros(H * total * state, dtype)         # what nothing needs is not touched
-    for name, table in _runs(packed, workers, backward=True):
+    for (name, problem.parts), table in _runs(packed, workers, backward=True):
         if name != BLAS.name:
             needed = None if sinks is None else states
             _core.packed_backward(problem, table, out, flat, grad_out, grad_q, grad_k, grad_v, needed, workers)
@@ -227,15 +237,24 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
     base = len(k) + 1
     pairs, of_pair = np.unique(of_q * base + of_k, return_inverse=True)     # by one number: rows are slow to sort
     width, group = q.shape[2], H // Hkv if Hkv else 0
-    chosen = [choose_for(pair // base * group, pair % base, width, whole.itemsize, rules.algorithm, backward)[0]
-              for pair in pairs.tolist()]
-    if not chosen:
-        choose_for(0, 0, width, whole.itemsize, rules.algorithm, backward)      # its errors
-    names = np.array(chosen, object)[of_pair.reshape(-1)]
+
+
+    def way(rows: int, keys: int) -> _Way:
+        parts = parts_for(whole, rows, keys, backward)
+        if rules.algorithm == AUTO and parts > 0:
+            return _Way(TILED.name, parts)
+        name, _ = choose_for(rows, keys, width, whole.itemsize, rules.algorithm, backward)
+        return _Way(name, parts if name == TILED.name else 0)
+
+    found = [way(pair // base * group, pair % base) for pair in pairs.tolist()]
+    if not found:
+        way(0, 0)       # its errors
+    taken = list(dict.fromkeys(found))
+    ways = np.array([taken.index(one) for one in found], np.int64)[of_pair.reshape(-1)]
     problem = Problem(whole.q, whole.k, whole.v, None, None, offsets, None, None, *whole.window,
                       whole.scale, whole.softcap, whole.sinks, whole.alibi, whole.draws)
     problem.element, problem.stored = whole.element, whole.stored
-    return _Packed(problem, np.cumsum(of_q) - of_q, of_q, np.cumsum(of_k) - of_k, of_k, names)
+    return _Packed(problem, np.cumsum(of_q) - of_q, of_q, np.cumsum(of_k) - of_k, of_k, ways, taken)
 
 
 def _lengths(name: str, lengths: Any, S: int | None, of: str, total: int) -> np.ndarray:
@@ -254,20 +273,21 @@ def _lengths(name: str, lengths: Any, S: int | None, of: str, total: int) -> np.
     return checked
 
 
-def _runs(packed: _Packed, workers: int, backward: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-    """Of each algorithm its sequences as the core takes them: a table of first query, queries, first key, keys, number, and
-    key/value heads that a backward pass takes whole."""
-    problem, *columns, names = packed
+def _runs(packed: _Packed, workers: int, backward: bool = False) -> Iterator[tuple[_Way, np.ndarray]]:
+    """Of each way its sequences as the core takes them: a table of first query, queries, first key, keys, number, and key/value
+    heads that are taken whole by a backward pass, and on matrix tiles."""
+    problem, *columns, ways, taken = packed
     Hkv = problem.shape[2]
-    for name in dict.fromkeys(names):
-        at = np.flatnonzero(names == name)
+    for number, way in enumerate(taken):
+        at = np.flatnonzero(ways == number)
         work = (packed.lengths_q[at] + 1) * (packed.lengths_k[at] + 1)
         order = np.argsort(-work, kind="stable")
         at, work = at[order], work[order]
         # a head is split into many items, with the same bits, where it alone would keep one thread busy for long
-        long = work * (2 * workers) > work.sum() * Hkv if workers > 1 and backward else np.zeros(len(at), bool)
+        split = workers > 1 and (backward or way.parts > 0)
+        long = work * (2 * workers) > work.sum() * Hkv if split else np.zeros(len(at), bool)
         table = np.stack((*(c[at] for c in columns), at, np.where(long, 0, Hkv)), axis=1)
-        yield name, np.ascontiguousarray(table, np.int64)
+        yield way, np.ascontiguousarray(table, np.int64)
 
 
 def _one_by_one(packed: _Packed, table: np.ndarray) -> Iterator[tuple[Problem, slice, slice]]:

@@ -69,9 +69,15 @@ def resolve(precision: str | None) -> str:
 def parts_of(problem: Problem, backward: bool = False) -> int:
     """The bfloat16 parts of what "tiled" multiplies on matrix tiles, forward or backward; 0: it multiplies by vectors. By types,
     lengths, the scale and the kernels in use alone."""
+    _, H, Hkv, Lq, Lk, _, _ = problem.shape
+    return parts_for(problem, Lq * (H // Hkv) if Hkv else 0, Lk, backward)
+
+
+def parts_for(problem: Problem, rows: int, keys: int, backward: bool) -> int:
+    """The same of so many query rows per key/value head on so many keys, with the problem's types, widths and scale."""
     if problem.is_double or not _core.has_tiles() or (problem.plain and resolve(problem.precision) == "highest"):
         return 0
-    _, H, Hkv, Lq, Lk, D, Dv = problem.shape
+    _, _, Hkv, _, _, D, Dv = problem.shape
     if 0 in (D, Dv, Hkv):
         return 0
     if not 1 / _SCALE_MOST <= abs(problem.scale) <= _SCALE_MOST:
@@ -82,8 +88,8 @@ def parts_of(problem: Problem, backward: bool = False) -> int:
     parts = _PARTS[resolve(problem.precision)] if "f" in types else 2 if "e" in types else 1
     if parts == 0:
         return 0
-    rows, keys = tuning.current().least_on_tiles(parts, "backward" if backward else "forward")
-    return parts if Lq * (H // Hkv) >= rows and Lk >= keys else 0
+    least = tuning.current().least_on_tiles(parts, "backward" if backward else "forward")
+    return parts if rows >= least[0] and keys >= least[1] else 0
 
 
 def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:

@@ -25,16 +25,18 @@ from support import (
     dtypes,
     every_isa,
     guards,
+    halves,
     padded,
     raises,
     rearranged,
     repeated,
     same_bits,
     selected,
+    tile_isas,
 )
 
 import fastmha
-from fastmha import _core, reference
+from fastmha import _core, reference, tune, tuning
 
 ALL = ("auto", *NAMED)  # forward and backward
 everywhere = pytest.mark.parametrize("algorithm", [*ALL, "decode"])
@@ -355,6 +357,53 @@ def test_a_long_sequence_beside_short_ones_is_split_among_threads_with_the_same_
         assert_same(one, run(fastmha, *arrays, lengths, threads=threads, **keywords))
     whole = [[s, 1] for s in (1, 3, 5, 0, 4, 2)]
     assert split == [whole] + 3 * [[[1, 0], *whole[1:]]]
+
+
+@tile_isas
+@halves
+@pytest.mark.parametrize("rules", [{}, {"is_causal": True, "softcap": 2.0}, {"dropout": 0.2, "seed": 1}, {"window": (70, 40)}],
+                         ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sequences_on_matrix_tiles_have_the_bits_that_each_has_alone(isa, dtype, rules, sinks, rng, monkeypatch):
+    lengths = (5, 400, 0, 70, 1, 33, 64, 200)
+    arrays = draw(rng, lengths, H=4, Hkv=2, D=40, Dv=24, dtype=dtype)
+    keywords = {**rules, **({"sinks": arrays[0][0, :, 0].astype(np.float32)} if sinks else {})}
+    parts = 2 if dtype is np.float16 else 1
+    seen = {}
+
+    def watched(name):
+        function = getattr(_core, name)
+
+        def call(problem, table, *rest):
+            seen[name, problem.parts] = sorted(table[:, 4].tolist())
+            function(problem, table, *rest)
+
+        monkeypatch.setattr(_core, name, call)
+
+    watched("packed_forward")
+    watched("packed_backward")
+    with tuning.using(tune.on_tiles_always(tuning.current())):
+        one = run(fastmha, *arrays, lengths, threads=1, **keywords)
+        assert_same(one[:5], one_by_one(*arrays, lengths, threads=1, **keywords))
+        for threads in (2, 8):
+            assert_same(one, run(fastmha, *arrays, lengths, threads=threads, **keywords))
+    assert seen["packed_forward", parts] == seen["packed_backward", parts] == [1, 3, 5, 6, 7]
+
+
+@tile_isas
+def test_what_is_not_finite_stays_in_its_sequence_on_matrix_tiles(isa, rng):
+    lengths = (70, 100, 64)
+    q, k, v, g = draw(rng, lengths, D=32, Dv=32, dtype=np.float16)
+    with tuning.using(tune.on_tiles_always(tuning.current())):
+        clean = run(fastmha, q, k, v, g, lengths, threads=2)
+        q[80, 0, 3], k[90, 1, 2], v[100, 0, 1] = np.nan, np.inf, np.nan
+        with np.errstate(all="ignore"):
+            dirty = run(fastmha, q, k, v, g, lengths, threads=2)
+            assert_same(dirty, one_by_one(q, k, v, g, lengths, threads=2))
+    for n, (x, y) in enumerate(zip(clean, dirty, strict=True)):
+        x, y = (np.moveaxis(z, int(n == 1), 0) for z in (x, y))
+        assert_same([x[:70], x[170:]], [y[:70], y[170:]])
+        assert not np.isfinite(y[70:170].astype(np.float32)).all()
 
 
 def test_auto_chooses_for_each_sequence_and_the_longest_run_first(rng, monkeypatch):
