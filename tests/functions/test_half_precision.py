@@ -158,7 +158,7 @@ def test_textbook_functions_give_float32_results_rounded_once(isa, dtype, rng):
 
 
 @halves
-def test_packed_and_merged_results_are_those_of_float32_rounded_once(dtype, rng):
+def test_packed_and_merged_results_are_those_of_float32_rounded_once(isa, dtype, rng):
     lengths = [5, 0, 70, 1]
     q, k, v, g = (rng.standard_normal((76, heads, 8)).astype(dtype) for heads in (4, 2, 2, 4))
     sinks = rng.standard_normal(4).astype(dtype)
