@@ -1313,7 +1313,7 @@ cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogi
             to.chunks += c.chunk[s]
         if to.kept != NULL:
             to.kept += c.chunk[s]
-    if c.shared != NULL:
+    if c.shared != NULL and to.shared != NULL:
         to.shared += c.shared[s]
         to.first_shared = row[5]
     to.cut = c.cut(to, c.kernels, row[5])
@@ -1427,6 +1427,7 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     """
     cdef Packed c
     cdef ptrdiff_t most = 0, items, merging, s, bytes = 0
+    cdef int64_t *shares
     cdef fmha_run own
     cdef Scratch numbers, scratch, chunks
     prepare_packed(&c, problem, table, out, lse)
@@ -1435,13 +1436,13 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     if not decode and c.whole.p.parts > 0 and c.kernels.matrix_forward != NULL:
         c.whole.mode = FMHA_WHOLE
         packed_pass(&c, c.kernels.matrix_head, packed_mode_cut, matrix_scratch_of, threads)
-        c.shared = c.first + c.sequences + 1
+        shares = c.first + c.sequences + 1
         for s in range(c.sequences):
             sequence_run(&c, s, &own)
-            c.shared[s] = bytes
+            shares[s] = bytes
             bytes += split_bytes(&c, c.kernels.matrix_bytes(&own.p), s)
         chunks = Scratch(bytes, 1)
-        c.whole.shared, c.whole.mode = chunks.start, FMHA_PREPARE
+        c.shared, c.whole.shared, c.whole.mode = shares, chunks.start, FMHA_PREPARE
         packed_pass(&c, c.kernels.matrix_pack, packed_chunks_cut, NULL, threads)
         packed_pass(&c, c.kernels.matrix_forward, packed_mode_cut, matrix_scratch_of, threads)
         return
