@@ -400,7 +400,7 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 /* ------------------------------------------------------------------------------------------------------------ products */
 
 #if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
-#define TERM_GRAIN 2        /* terms: a product ends where its operands do, and writes so many rows */
+#define TERM_GRAIN 2        /* terms, or keys, at whose multiples a product may end; it writes the rows that are asked for */
 
 /* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b over so many pairs of terms, of some rows of a tile of a
  * and of one or two tiles of b. */
@@ -461,7 +461,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
     }
 }
 #else
-#define TERM_GRAIN TILE_TERMS
+#define TERM_GRAIN TILE_TERMS       /* a product takes and writes whole tiles */
 
 /* sums (16 rows, 16 columns tiles: rows by columns of them, two at most each) <- (add ? sums : 0) + a @ b over `depth` tiles. */
 static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
