@@ -34,6 +34,7 @@ from fastmha.study.words import span_text
 NAME = "counts"
 ARMS = ("strided", "contiguous", "packed", "pack", "strided on lines", "packed on lines")
 CACHES = {"D1": (49152, 12, LINE), "LL": (1048576, 16, LINE)}       # bytes, ways, bytes of a line
+KNOWN_ISAS = ("baseline", "avx2", "amx-emulated")                   # to valgrind
 PATIENCE = 300.0                # seconds until a child that does not answer is given up
 STARTS_A_SECOND = 3.0           # processes that start, without valgrind, in a planned second of a trial and in its share of the
                                 # child's start
@@ -86,7 +87,7 @@ def environment() -> dict[str, str]:
 
 def isa() -> str:
     selected = _core.selected_isa()[0]
-    return "avx2" if selected in ("avx512", "amx") else selected
+    return selected if selected in KNOWN_ISAS else "avx2"
 
 
 # -------------------------------------------------------------------------------------------------- valgrind

@@ -112,9 +112,10 @@ def test_the_child_answers_each_command_once_it_is_done(monkeypatch):
     assert answers.getvalue().count("\n") == len(commands)
 
 
-def test_under_valgrind_nothing_runs_on_avx512(monkeypatch):
+@pytest.mark.parametrize("isa", ["avx512", "avx512bf16", "amx"])
+def test_under_valgrind_nothing_runs_on_avx512(isa, monkeypatch):
     monkeypatch.setenv("OPENBLAS_CORETYPE", "SkylakeX")
-    monkeypatch.setattr(counts._core, "selected_isa", lambda: ("avx512", 64))
+    monkeypatch.setattr(counts._core, "selected_isa", lambda: (isa, 64))
     variables = counts.environment()
     assert (variables["FASTMHA_ISA"], variables["OPENBLAS_CORETYPE"]) == ("avx2", "Haswell")
     monkeypatch.setattr(counts._core, "selected_isa", lambda: ("baseline", 16))
