@@ -2,24 +2,44 @@
  * for all rows of the group: a row of keys and a row of values in turns, two streams of which the next rows are fetched ahead.
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
-/* How many bytes ahead of what is read is fetched, of each stream, 0 where the second cache holds all keys and values; and how many
- * cache lines a row of each has. */
+/* How many bytes ahead of what is read is fetched, of each stream, 0 where the second cache holds all keys and values; how many cache
+ * lines a row of each has; and how many vectors, where each of these is to be read by an instruction of its own, else 0. */
 typedef struct {
     ptrdiff_t bytes, k, v, k_lines, v_lines;
+    int vectors;
 } FMHA_NAME(ahead);
+
+/* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
+ * there are many registers, of a single row all those that are left. */
+#define DECODE_ALL (DECODE_SUMMED >= 16)
+#define DECODE_VECTORS(many, vectors) \
+    (DECODE_ALL && (many) == 1 && (vectors) >= 16 ? 16 : DECODE_ALL && (many) == 1 && (vectors) <= 8 ? (vectors) \
+     : (vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
+
+/* Where a CPU fetches what follows by itself, and farther than a program that asks for every line, of more keys than `most`: see
+ * DECODE_ALONG. */
+static int FMHA_NAME(vectors_along)(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t most)
+{
+    if (rows != 1 || p->B * p->Hkv * p->Lk <= most || p->D != p->Dv || p->D % LANES != 0) return 0;
+    if (p->k.stride[2] != p->D || p->v.stride[2] != p->Dv || p->D * FMHA_NAME(stored_size)(p->stored) < DECODE_LONG) return 0;
+    const ptrdiff_t vectors = p->D / LANES;
+    return DECODE_VECTORS(1, vectors) == vectors ? (int)vectors : 0;
+}
 
 static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
-    const ptrdiff_t bytes = rows > 2 ? DECODE_FAR_AHEAD : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
+    if (p->B * p->Hkv * p->Lk <= DECODE_NEAR / (k_bytes + v_bytes + 1)) return (FMHA_NAME(ahead)){.bytes = 0};
+    const int vectors = FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / (k_bytes + v_bytes + 1));
+    const ptrdiff_t bytes = vectors ? DECODE_ALONG : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
     const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
-    if (p->B * p->Hkv * p->Lk <= DECODE_NEAR / (k_bytes + v_bytes + 1)) return (FMHA_NAME(ahead)){0, 0, 0, 0, 0};
     return (FMHA_NAME(ahead)){
         .bytes = bytes,
         .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
         .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
         .k_lines = fmha_parts(k_bytes, FMHA_CACHE_LINE),
         .v_lines = fmha_parts(v_bytes, FMHA_CACHE_LINE),
+        .vectors = vectors,
     };
 }
 
@@ -82,43 +102,43 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
     return chunk;
 }
 
-/* total[r][i] <- total[r][i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies v_ahead further on
- * is fetched, unless that is 0. */
+/* total[r * nv + i] <- total[r * nv + i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies
+ * v_ahead further on is fetched, unless that is 0. */
 static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, ptrdiff_t last,
-    const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC total[][8])
+    const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC *total)
 {
     VEC weight[DECODE_TOGETHER];
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++) weight[r] = v_splat(weights[r * DECODE_KEYS]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < nv; i++) {
         const char *at = v + i * LANES * FMHA_NAME(stored_size)(type);
         const int part = STORED_PARTS(type) && i == nv - 1 && last < LANES;
         if (v_ahead && i * LANES * FMHA_NAME(stored_size)(type) % FMHA_CACHE_LINE == 0) v_prefetch_far(at + v_ahead);
         const VEC value = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
 #pragma GCC unroll 4
-        for (int r = 0; r < many; r++) total[r][i] = total[r][i] + weight[r] * value;
+        for (int r = 0; r < many; r++) total[r * nv + i] = total[r * nv + i] + weight[r] * value;
     }
 }
 
 /* out (many, nv vectors of ldo) <- shrink * out + total; shrink NULL: 1. */
-static inline __attribute__((always_inline)) void FMHA_NAME(add_totals)(const int many, const int nv, VEC total[][8], REAL *out, ptrdiff_t ldo,
+static inline __attribute__((always_inline)) void FMHA_NAME(add_totals)(const int many, const int nv, VEC *total, REAL *out, ptrdiff_t ldo,
                                                                         const REAL *shrink)
 {
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++) {
         const VEC factor = v_splat(shrink ? shrink[r] : 1);
-#pragma GCC unroll 8
-        for (int i = 0; i < nv; i++) v_store(out + r * ldo + i * LANES, v_load(out + r * ldo + i * LANES) * factor + total[r][i]);
+#pragma GCC unroll 16
+        for (int i = 0; i < nv; i++) v_store(out + r * ldo + i * LANES, v_load(out + r * ldo + i * LANES) * factor + total[r * nv + i]);
     }
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int many, const int nv, VEC total[][8])
+static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int many, const int nv, VEC *total)
 {
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++)
-#pragma GCC unroll 8
-        for (int i = 0; i < nv; i++) total[r][i] = v_splat(0);
+#pragma GCC unroll 16
+        for (int i = 0; i < nv; i++) total[r * nv + i] = v_splat(0);
 }
 
 /* Items of the last of nv vectors of so many columns. */
@@ -133,7 +153,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int
     const char *v = from->v;
     for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
         const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
-        VEC total[DECODE_TOGETHER][8];
+        VEC total[DECODE_TOGETHER * 8];
         FMHA_NAME(no_totals)(many, nv, total);
 #pragma GCC unroll 4
         for (ptrdiff_t e = j; e < end; e++, v += ldv) {
@@ -154,7 +174,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), last = DECODE_LAST(nv, columns);
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
     const char *v = from->v, *k_ahead = from->k + from->k_ahead, *v_ahead = v + from->v_ahead;
-    VEC total[DECODE_TOGETHER][8];
+    VEC total[DECODE_TOGETHER * 8];
     FMHA_NAME(no_totals)(many, nv, total);
     for (ptrdiff_t j = 0; j < DECODE_STEP; j += LANES) {
         VEC sum[DECODE_TOGETHER][LANES];
@@ -164,7 +184,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
             VEC score[DECODE_TOGETHER];
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) score[r] = v_splat(0);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
             for (ptrdiff_t d = 0; d < D; d += LANES) {
                 VEC row = D - d >= LANES ? FMHA_NAME(stored_load)(type, k + d * size) : FMHA_NAME(stored_part)(type, k + d * size, D - d);
 #pragma GCC unroll 4
@@ -186,10 +206,6 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 
 enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 
-/* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside. */
-#define DECODE_VECTORS(many, vectors) \
-    ((vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
-
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
  * do not hold are summed after the others. Of several passes, each takes a step of scores and then one of values: memory is waited for
  * less than the arithmetic. */
@@ -210,11 +226,18 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size) {
         nv = DECODE_VECTORS(many, vectors - done);
 #define PASS(n) \
-    if (what == FMHA_NAME(in_turns) && done == 0 && !several) \
-        FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
-    else FMHA_NAME(values_of)(type, many, n, keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
-        if (nv == 8 && DECODE_SUMMED >= 8 * many) { PASS(8); }
-        else if (nv == 4 && DECODE_SUMMED >= 4 * many) { PASS(4); }
+    if (what == FMHA_NAME(in_turns) && done == 0 && !several) { \
+        if (many == 1 ? from.vectors == (n) : many > 2 && (n) > 1 && D == (n) * LANES && Dv == D) \
+            FMHA_NAME(turns_of)(type, many, n, (n) * LANES, (n) * LANES, q, &from, scores, weights, out, (n) * LANES, shrink); \
+        else FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
+    } else FMHA_NAME(values_of)(type, many, n, keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
+        if (DECODE_ALL && many == 1 && nv == 16) { PASS(16); }
+        else if (DECODE_SUMMED >= 8 * many && nv == 8) { PASS(8); }
+        else if (DECODE_ALL && many == 1 && nv == 7) { PASS(7); }
+        else if (DECODE_ALL && many == 1 && nv == 6) { PASS(6); }
+        else if (DECODE_ALL && many == 1 && nv == 5) { PASS(5); }
+        else if (DECODE_SUMMED >= 4 * many && nv == 4) { PASS(4); }
+        else if (DECODE_ALL && many == 1 && nv == 3) { PASS(3); }
         else if (nv == 2) { PASS(2); }
         else { PASS(1); }
 #undef PASS
@@ -233,7 +256,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
     const int share = !several ? 0 : rows <= 3 * DECODE_TOGETHER ? 2 : 1;   /* of every four rows */
     const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
-    if (turns) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines;
+    if (turns) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
         from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;
@@ -289,9 +312,7 @@ static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead
                                     const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out, const REAL *shrink)
 {
 #define TURNS p, ahead, rows, fetched, keys, q, k, scores, weights, v, p->v.stride[2], out, shrink
-    /* Heads of width 64 have loops of their own, unrolled; 128 gains nothing from them. */
-    if (p->D == 64 && p->Dv == 64) DECODE_TYPES(p->stored, FMHA_NAME(in_turns), 64, 64, TURNS)
-    else DECODE_TYPES(p->stored, FMHA_NAME(in_turns), p->D, p->Dv, TURNS)
+    DECODE_TYPES(p->stored, FMHA_NAME(in_turns), p->D, p->Dv, TURNS)
 #undef TURNS
 }
 

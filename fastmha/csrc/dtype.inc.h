@@ -139,6 +139,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef DECODE_ABREAST
 #undef DECODE_LAST
 #undef DECODE_VECTORS
+#undef DECODE_ALL
 #undef DECODE_TYPES
 #undef STORED_PARTS
 #undef STORED_HALVES_IN_PARTS

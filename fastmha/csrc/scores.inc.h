@@ -7,6 +7,7 @@ typedef struct {
     const char *k, *v;
     ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
     int first, fetched;
+    int vectors;                /* of a row, where each is read by an instruction of its own, else 0 */
 } FMHA_NAME(streams);
 
 /* Keys whose scores are summed side by side: sums enough for their latency, few enough for the registers. */

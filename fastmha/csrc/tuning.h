@@ -46,8 +46,10 @@
 #define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
 #define DECODE_CHAINS    FMHA_OF(     8,     16,      8,     16,      8)  /* sums of scores side by side, of all its rows, at most */
 #define DECODE_NEAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values up to which all scores of a block come before its values, and nothing is fetched ahead */
-#define DECODE_AHEAD     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* bytes that each of the two streams is fetched ahead, at least */
-#define DECODE_FAR_AHEAD FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* of 3 query rows and more, which take longer over a key */
+#define DECODE_AHEAD     FMHA_OF(  6144,   6144,   6144,   6144,   6144)  /* bytes that each of the two streams is fetched ahead, at least, */
+#define DECODE_ALONG     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* or so many where CPUs fetch far ahead by themselves: for one query row, of keys and values one behind the other, each row */
+#define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of at least so many bytes and each of its vectors read by an instruction of its own, and of all of them */
+#define DECODE_MEMORY    FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))  /* more than so many: from the third cache the other way is faster */
 #define DECODE_SHORT     FMHA_OF(   256,    256,    256,    256,    256)  /* bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 

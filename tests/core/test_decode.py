@@ -390,6 +390,21 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
 
 
 @all_dtypes
+@pytest.mark.parametrize("D", [4, 8, 16, 20, 24, 32, 40, 48, 56, 64, 80, 128, 256])
+def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, rng):
+    # How far ahead is fetched, and by which loops rows are read, goes by the bytes of all keys and values: the second cache holds
+    # the first of these, the third one the second. A broadcast view counts as many as it shows.
+    for Lk in (200, 611):
+        q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, 1, 1, 1, Lk, D, D, dtype)[:3])
+        alone = decode(q, k, v)
+        for total in (1 << 22, 1 << 26):
+            heads = total // (2 * k.nbytes) + 2
+            many = [np.broadcast_to(x, (heads, *x.shape[1:])) for x in (q, k, v)]
+            for keys, values in (many[1:], [np.broadcast_to(padded(x), y.shape) for x, y in zip((k, v), many[1:], strict=True)]):
+                assert_same([np.broadcast_to(x, (heads, *x.shape[1:])) for x in alone], decode(many[0], keys, values))
+
+
+@all_dtypes
 def test_batch_agnosticism_whatever_the_other_rows_hold(isa, dtype, rng):
     arrays = draw(rng, 3, 4, 2, 2, 600, 8, 5, dtype)[:3]
     clean = decode(*arrays)
