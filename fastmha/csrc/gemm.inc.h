@@ -44,7 +44,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pack_panel_of)(const
     if (!transposed) {
         for (ptrdiff_t k = 0; k < depth; k++)
             for (ptrdiff_t n = 0; n < columns; n += LANES) {
-                if (k + GEMM_AHEAD < depth) v_prefetch(b + ((k + GEMM_AHEAD) * ldb + n) * size);
+                if (k + GEMM_AHEAD < depth) v_prefetch_far(b + ((k + GEMM_AHEAD) * ldb + n) * size);
                 v_store(to + k * ld + n, FMHA_NAME(stored_load_n)(type, b + (k * ldb + n) * size, columns - n));
             }
         return;
@@ -89,8 +89,8 @@ static void FMHA_NAME(pack_panels)(int type, int transposed, ptrdiff_t K, ptrdif
 }
 
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
- * is read from end to end, and fetched ahead into the next rows. */
-static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, int add, int fetch,
+ * is read from end to end. Of each, what lies so many bytes ahead is fetched, unless that is 0. */
+static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, int add, ptrdiff_t ahead,
     ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
@@ -101,7 +101,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int 
 #pragma GCC unroll 8
         for (int k = 0; k < depth; k++) {
             VEC row = FMHA_NAME(stored_load_n)(type, b + (k * ldb + n) * size, columns - n);
-            if (fetch) v_prefetch(b + ((k + depth) * ldb + n) * size);
+            if (ahead) v_prefetch_far(b + (k * ldb + n) * size + ahead);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * a[r * a_row + k * a_step];
         }
@@ -114,15 +114,19 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int 
 static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K,
     const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    /* Along the rows, where so many are long; else into the next ones, which lie as far ahead. */
+    const int along = M == 1 ? type == FMHA_SAME : FEW_DEPTH * N * size > FEW_NEAR;
     for (ptrdiff_t k = 0, depth; k < K; k += depth) {
         depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
+        const ptrdiff_t ahead = along ? FEW_AHEAD : k + 2 * depth <= K ? depth * ldb * size : 0;
         for (ptrdiff_t m = 0, rows; m < M; m += rows) {
             const REAL *from = a + m * a_row + k * a_step;
-            const char *with = b + k * ldb * FMHA_NAME(stored_size)(type);
+            const char *with = b + k * ldb * size;
             REAL *to = c + m * ldc;
             rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
 #define FEW(many, deep) \
-    FMHA_NAME(few_rows)(type, many, deep, k > 0, (M > 1 || type != FMHA_SAME) && m == 0 && k + 2 * depth <= K, N, from, a_row, a_step, with, ldb, to, ldc)
+    FMHA_NAME(few_rows)(type, many, deep, k > 0, m == 0 ? ahead : 0, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
             case 8: FEW(8, FEW_DEPTH); break;
             case 4: FEW(4, FEW_DEPTH); break;
@@ -208,8 +212,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(finish_vectors)(
 {
     VEC x[ABREAST];
     EACH(i) {
-        v_prefetch(c + FINISH_AHEAD * ldc + i * LANES);
-        if (residual) v_prefetch(residual + FINISH_AHEAD * ld + i * LANES);
+        v_prefetch_far(c + FINISH_AHEAD * ldc + i * LANES);
+        if (residual) v_prefetch_far(residual + FINISH_AHEAD * ld + i * LANES);
         x[i] = v_load_n(c + i * LANES, columns - i * LANES, 0);
         if (bias) x[i] = x[i] + v_load_n(bias + i * LANES, columns - i * LANES, 0);
     }

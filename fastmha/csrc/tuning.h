@@ -37,6 +37,8 @@
 #define FEW_DEPTH        FMHA_OF(     8,      8,      8,      8,      8)
 #define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 #define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
+#define FEW_AHEAD        FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* bytes that are fetched ahead along each row of b, of one row of a; of several where FEW_DEPTH rows of b have */
+#define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* more than so many: else the next rows are fetched */
 #define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
 #define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
 
