@@ -37,8 +37,8 @@
 #define FEW_DEPTH        FMHA_OF(     8,      8,      8,      8,      8)
 #define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 #define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
-#define FEW_AHEAD        FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* bytes that are fetched ahead along each row of b, of one row of a; of several where FEW_DEPTH rows of b have */
-#define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* more than so many: else the next rows are fetched */
+#define FEW_AHEAD        FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* bytes that are fetched ahead along each row of b: of one row of a, and of several where FEW_DEPTH rows of b */
+#define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* have more bytes than this; else the next rows of b are fetched */
 #define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
 #define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
 
@@ -48,10 +48,10 @@
 #define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
 #define DECODE_CHAINS    FMHA_OF(     8,     16,      8,     16,      8)  /* sums of scores side by side, of all its rows, at most */
 #define DECODE_NEAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values up to which all scores of a block come before its values, and nothing is fetched ahead */
-#define DECODE_AHEAD     FMHA_OF(  6144,   6144,   6144,   6144,   6144)  /* bytes that each of the two streams is fetched ahead, at least, */
-#define DECODE_ALONG     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* or so many where CPUs fetch far ahead by themselves: for one query row, of keys and values one behind the other, each row */
-#define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of at least so many bytes and each of its vectors read by an instruction of its own, and of all of them */
-#define DECODE_MEMORY    FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))  /* more than so many: from the third cache the other way is faster */
+#define DECODE_AHEAD     FMHA_OF(  6144,   6144,   6144,   6144,   6144)  /* bytes that each of the two streams is fetched ahead, at least */
+#define DECODE_ALONG     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* so many instead where CPUs fetch far ahead by themselves, given an instruction for each vector of a row: one query row, rows that follow each other, */
+#define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of so many bytes or more each, */
+#define DECODE_MEMORY    FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))  /* and more than so many in all: from the third cache the other way is faster */
 #define DECODE_SHORT     FMHA_OF(   256,    256,    256,    256,    256)  /* bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
