@@ -189,6 +189,7 @@ def stepping(cache, rng, longest):
         keywords["window"] = (cache.window, 0)
     elif rng.random() < 0.3:
         keywords["mask"] = rng.random((n, (cache.lengths + counts).max())) < 0.2
+        keywords["mask"][:1, :1] = False    # all of a small one would be a warning
     if rng.random() < 0.3:
         keywords["need_weights"] = True
     if rng.random() < 0.3:
