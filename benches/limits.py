@@ -245,6 +245,7 @@ def two_widths(D: int, Dv: int, of_D: Rates, of_Dv: Rates) -> dict[str, float]:
 LENGTHS = (512, 1024)
 WIDTHS = (64, 72, 80, 96, 112, 128)     # the first and the last are only neighbours
 DECODE_KEYS = 8192                      # 34 MB of keys and values in float32, 201 MB all arms together
+STREAM_KEYS, STREAM_WIDTHS, STREAM_BYTES = 1000, (20, 40, 64, 80, 128, 256), (24_000_000, 130_000_000)
 CROSS, CROSS_SQUARE = (448, 1500), 816  # about equally many pairs
 
 
@@ -338,6 +339,22 @@ def decode_table(options: argparse.Namespace) -> Table:
         "Each arm has keys and values of its own, so that their turns push each other out of the caches.")
 
 
+def streams_table(options: argparse.Namespace) -> Table:
+    findings = []
+    for dtype in DTYPES:
+        for D in STREAM_WIDTHS:
+            rates = {}
+            for size in STREAM_BYTES:
+                H = size // (2 * STREAM_KEYS * D * np.dtype(dtype).itemsize)
+                call = draw(f"D {D}, {dtype}, {size / 1e6:.0f} MB", 1, H, 1, D, dtype, Lk=STREAM_KEYS)
+                check(call, options.threads, ("forward",))
+                best = best_times({"forward": call.function("forward", options.threads)}, options.seconds)
+                rates[f"{size / 1e6:.0f} MB"] = f"{(call.k.nbytes + call.v.nbytes) / best['forward'] / 1e9:.1f}"
+            findings.append(Finding(f"D {D}, {dtype}", rates))
+    return Table(f"Decode, 1 query, heads of {STREAM_KEYS} keys, by the bytes of all keys and values: GB/s of these", findings,
+                 "Each arm is timed alone: what the caches hold of its keys and values stays there.")
+
+
 def cliffs(options: argparse.Namespace) -> Iterator[Table]:
     for dtype in DTYPES:
         for L in LENGTHS:
@@ -345,6 +362,7 @@ def cliffs(options: argparse.Namespace) -> Iterator[Table]:
             yield shape_table(L, dtype, options)
         yield cross_table(dtype, options)
     yield decode_table(options)
+    yield streams_table(options)
 
 
 # ---------------------------------------------------------------------------------------------- memory

@@ -207,7 +207,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
- * do not hold are summed after the others. Of several passes, each takes a step of scores and then one of values: memory is waited for
+ * do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit, from three rows on, and
+ * where vectors_along says so: else they are slower from memory. Of several passes, each takes a step of scores and then one of values: memory is waited for
  * less than the arithmetic. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q,

@@ -392,8 +392,8 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
 @all_dtypes
 @pytest.mark.parametrize("D", [4, 8, 16, 20, 24, 32, 40, 48, 56, 64, 80, 128, 256])
 def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, rng):
-    # How far ahead is fetched, and by which loops rows are read, goes by the bytes of all keys and values: the second cache holds
-    # the first of these, the third one the second. A broadcast view counts as many as it shows.
+    # How far ahead is fetched, and by which loops rows are read, goes by the bytes of all keys and values: one head stays below
+    # the first limit, these totals lie beyond the first and the second. A broadcast view counts as many as it shows.
     for Lk in (200, 611):
         q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, 1, 1, 1, Lk, D, D, dtype)[:3])
         alone = decode(q, k, v)
