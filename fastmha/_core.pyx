@@ -956,8 +956,9 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None.
 
-    blocks: rows of a block, 16, 32 or 64, and whether each run of keys is an item, whatever the threads; None: as is best for
-    these. The bits are the same. Not on matrix tiles.
+    blocks: rows of a block, 16, 32 or 64, whether each run of keys is an item, and if not how many blocks, the last ones, have so
+    many rows, the others 64, or 0: all; whatever the threads. None: as is best for these. The bits are the same. Not on matrix
+    tiles.
     """
     cdef fmha_run c
     cdef fmha_blocks named
@@ -966,8 +967,8 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     if blocks is None:
         run_tiled(&c, problem, threads, NULL)
     else:
-        rows, runs = blocks
-        named.rows, named.runs, named.heads_inside = rows, bool(runs) and weights is None, True
+        rows, runs, fine = blocks
+        named.rows, named.fine, named.runs, named.heads_inside = rows, fine, bool(runs) and weights is None, True
         run_tiled(&c, problem, threads, &named)
 
 
@@ -1534,6 +1535,14 @@ cdef bytearray items_of(const fmha_cut *cut):
     for index in range(count):
         to[index] = fmha_item_of(cut, index)
     return table
+
+
+def forward_blocks(Problem problem, int threads):
+    """(rows of a block of "tiled" forward; where others before them have 64, how many of 64 have been cut into these, else 0;
+    whether each run of keys is an item), for so many threads."""
+    cdef fmha_blocks blocks
+    blocks_for(&problem.c, threads, True, &blocks)
+    return blocks.rows, blocks.fine, blocks.runs
 
 
 def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads):

@@ -183,7 +183,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t fmha_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
     ctypedef struct fmha_blocks:
-        ptrdiff_t rows
+        ptrdiff_t rows, fine
         bint runs, heads_inside
     fmha_blocks fmha_forward_blocks(const fmha_problem *, int threads, bint runs)
     bint fmha_blocks_vary(const fmha_problem *, int threads)

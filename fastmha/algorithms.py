@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ _HEAD_ROWS = 256                # of a slice of a product that is written by hea
 _SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
 _SINGLE, _DOUBLE = validate.FLOAT_TYPES
 _LINE = 64                      # bytes of a cache line
-_FEW_ROWS, _FEW_COLUMNS = 16, 1024      # of the first operand; of the second's rows
+_FEW_ROWS, _SOME_ROWS = 64, 256 # of the first operand
+_LEAST_ROWS, _LEAST_COLUMNS = 64, 128   # of a slice of a product, where threads want more of them
 _TILE_ROWS = 512                # of a slice of a product on matrix tiles: what it reads of the other operand serves as many
 
 
@@ -255,15 +257,24 @@ def product_slices(m: int, n: int) -> tuple[int, int]:
     return max(1, rows), max(1, columns)
 
 
+@lru_cache(maxsize=4096)
 def own_slices(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """The same by the kernels' own product, whose bits do not: what is copied of a serves as many columns, and of b as many rows,
-    as leave every thread some slices and an interrupt within reach."""
+    as keep every thread busy to the end and leave an interrupt within reach."""
     rows = max(1, min(m, 1024, max(256, m // threads // 256 * 256)))
-    parts = 1 if threads == 1 or not m else -(-4 * threads * rows // m)
-    if parts > 1 and m <= _FEW_ROWS:      # b is read from memory as rows of a slice: those that are longer arrive sooner
-        parts = threads * max(1, min(4, n // (_FEW_COLUMNS * threads)))
-    columns = min(-(-n // parts), _SLICE_TERMS // (rows * max(1, k)))
-    return rows, n if columns >= n > 0 else max(256, -(-columns // _core.PANEL_COLUMNS) * _core.PANEL_COLUMNS)
+    while -(-m // rows) * -(-n // _LEAST_COLUMNS) < threads and rows > _LEAST_ROWS:
+        rows = max(_LEAST_ROWS, rows // 2)
+    most = max(_LEAST_COLUMNS, _SLICE_TERMS // (rows * max(1, k)) // _core.PANEL_COLUMNS * _core.PANEL_COLUMNS)
+    if threads == 1 or n <= _LEAST_COLUMNS:
+        return rows, max(1, min(n, most))
+    # of few rows b is read from memory as rows of a slice: long ones arrive sooner; else a thread may be slower than others
+    parts, each = -(-m // rows), 1 if m <= _FEW_ROWS else 2 if m <= _SOME_ROWS else 4
+    widest = min(most, max(_LEAST_COLUMNS, -(-n * parts // threads // _core.PANEL_COLUMNS) * _core.PANEL_COLUMNS))
+    ends = {w: -(-parts * -(-n // w) // threads) * w for w in range(_LEAST_COLUMNS, widest + 1, _core.PANEL_COLUMNS)}
+    first = min(ends.values())
+    even = [w for w, end in ends.items() if end == first]
+    many = [w for w in even if parts * -(-n // w) >= each * threads]
+    return rows, min(n, max(many or even))
 
 
 def product_by_blas(m: int, trans_b: bool = False) -> bool:

@@ -232,16 +232,19 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         runs, blocks = passes
         costs = _pairs_of_runs(problem, runs)
         merging = _core.RUN_COST * blocks["rows"] * (len(runs) // len(blocks))
-        return [np.where(costs > 0, costs * _cost_of_pair(runs) + _core.RUN_COST * runs["rows"], 0), merging]
+        return [np.where(costs > 0, costs * _costs_of_pairs(problem, runs, threads) + _core.RUN_COST * runs["rows"], 0), merging]
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
     work = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
-    return [work[0] * _cost_of_pair(passes[0])] if forward else work
+    return [work[0] * _costs_of_pairs(problem, passes[0], threads)] if forward else work
 
 
-def _cost_of_pair(blocks: np.ndarray) -> float:
-    """Of a pair in these blocks of "tiled"; those that are whole, and so are heads of few rows, have 1."""
-    return _core.BLOCK_COSTS[int(blocks["rows"].max())] if blocks["row"].any() else 1.0
+def _costs_of_pairs(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
+    """Of a pair in each item of "tiled" forward; those of whole blocks, and so of heads of few rows, have 1."""
+    rows, fine, _ = _core.forward_blocks(problem, threads)
+    costs = np.ones(len(items))
+    costs[len(items) - fine * (_core.tile_sizes()[0] // rows) if fine else 0:] = _core.BLOCK_COSTS[rows]
+    return costs
 
 
 def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, int]:

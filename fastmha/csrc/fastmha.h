@@ -357,10 +357,11 @@ static inline int fmha_by_heads(const fmha_problem *p, int threads)
     return many && fmha_busy(heads, threads);
 }
 
-/* How a forward pass is cut: blocks of so many rows, each whole or in runs of its keys, and whether the longest blocks of all heads come
+/* How a forward pass is cut: into blocks of so many rows, or, of FMHA_BLOCK_ROWS, of which the last ones, `fine`, are cut into such; each
+ * whole or, where none is fine, in runs of its keys; and whether the longest blocks of all heads come
  * first, which evens out the end, or head after head, whose keys then stay in a cache. The bits are the same. */
 typedef struct {
-    ptrdiff_t rows;
+    ptrdiff_t rows, fine;
     int runs, heads_inside;
 } fmha_blocks;
 
@@ -370,23 +371,33 @@ fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs);
 static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks *blocks, int runs)
 {
     fmha_cut cut = fmha_forward_cut(p);
-    cut.row_step = blocks->rows;
+    if (!blocks->fine) cut.row_step = blocks->rows;
+    cut.fine = blocks->fine;
+    cut.pieces = FMHA_BLOCK_ROWS / blocks->rows;
     cut.heads_inside = blocks->heads_inside;
     if (runs) cut.col_step = FMHA_RUN_KEYS;
     return cut;
 }
 
-/* Whether that takes a simulation: not on matrix tiles, whose blocks are whole, but where the threads are many, have few blocks each, and these do not come out even. Else blocks are
- * whole, or in runs where few threads have few blocks. */
 #define FMHA_FEW_THREADS 4
 #define FMHA_EVEN_BLOCKS 32     /* for each thread: one more or less then counts for little */
 #define FMHA_MANY_BLOCKS 8      /* for each thread; what runs of more leave takes memory */
+
+/* Whether all blocks have as many rows. */
+static inline int fmha_blocks_alike(const fmha_cut *cut)
+{
+    return cut->rows <= FMHA_BLOCK_ROWS || cut->rows % FMHA_BLOCK_ROWS == 0;
+}
+
+/* Whether that takes a simulation: not on matrix tiles, whose blocks are whole, but where threads have few blocks each, and these do not
+ * come out even. Else blocks are whole. */
 static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
 {
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t blocks = fmha_items(&cut);
-    if (p->parts > 0 || threads <= FMHA_FEW_THREADS || blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
-    if (p->banded || p->key_start || p->key_length) return blocks < FMHA_MANY_BLOCKS * threads;
+    if (p->parts > 0 || threads == 1 || blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
+    if (p->banded || p->key_start || p->key_length) return blocks < 2 * FMHA_MANY_BLOCKS * (ptrdiff_t)threads;
+    if (!fmha_blocks_alike(&cut)) return 1;
     return 100 * blocks < 97 * ((blocks + threads - 1) / threads) * threads;
 }
 

@@ -400,7 +400,7 @@ static void FMHA_NAME(raised_rows)(const fmha_run *run, const fmha_item *item, F
 static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAME(rows) *block)
 {
     const fmha_item item = fmha_item_of(&run->cut, n);
-    FMHA_NAME(block_rows)(&run->p, block, item.b, item.h, item.i0, item.rows);
+    if (item.rows > 0) FMHA_NAME(block_rows)(&run->p, block, item.b, item.h, item.i0, item.rows);
     return item;
 }
 
@@ -436,6 +436,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     const fmha_run *run = context;
     FMHA_NAME(rows) block;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    if (item.rows == 0) return;
     FMHA_NAME(next) next;
     block.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 0, &next);
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
@@ -600,5 +601,6 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t index, int worker)
     const fmha_run *run = context;
     FMHA_NAME(rows) block;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    if (item.rows == 0) return;
     FMHA_NAME(weights_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }

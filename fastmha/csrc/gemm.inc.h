@@ -5,9 +5,9 @@
  * their order: its bits depend on K alone, not on the slice it is computed in. */
 
 #define GEMM_WIDE (ROUND_UP(GEMM_COLUMNS, PANEL))
-#define GEMM_NARROW ROUND_UP(GEMM_FEW_COLUMNS, PANEL)
 #define GEMM_SERVED (GEMM_SERVES * PANEL)
 #define PANEL (MICRO_VECTORS * LANES)
+#define LINE (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL))
 _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product start with a panel");
 
 /* Scratch of a product (M, N) over K: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums
@@ -24,9 +24,9 @@ static ptrdiff_t FMHA_NAME(gemm_layout)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, R
     ptrdiff_t used = 0, few = 0;
     m->depth = K < GEMM_DEPTH ? ROUND_UP(K, LANES) : GEMM_DEPTH;
     m->panels = FMHA_NAME(take)(memory, &used, m->depth * columns);
-    m->block_of_a = FMHA_NAME(take)(memory, &used, (m->depth + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) * rows);
+    m->block_of_a = FMHA_NAME(take)(memory, &used, (m->depth + LINE) * rows);
     m->edge = FMHA_NAME(take)(memory, &used, rows * PANEL);
-    m->part = FMHA_NAME(take)(memory, &few, K > GEMM_DEPTH ? FEW_ROWS * FEW_COLUMNS : 0);
+    m->part = FMHA_NAME(take)(memory, &few, M >= FEW_OWN || K > GEMM_DEPTH ? FEW_ROWS * (FEW_COLUMNS + LINE) : 0);
     return used > few ? used : few;
 }
 
@@ -178,24 +178,27 @@ static void FMHA_NAME(few_block)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K
 #undef FEW_BLOCK
 }
 
-/* The same for any K, with the sums of sums, and so the bits, of the packing product; part: FEW_ROWS * FEW_COLUMNS. */
+/* The same for any K, with the sums of sums, and so the bits, of the packing product. Sums that are loaded and stored again and again have
+ * rows of their own in `part`: rows of c may share a part of the first cache, and their ends may be fetched by a CPU that is at the columns
+ * before them. */
 static void FMHA_NAME(product_few)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
                                    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), most = M * FEW_COLUMNS < FEW_SUMS ? FEW_SUMS / M : FEW_COLUMNS;
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), most = M * FEW_COLUMNS < FEW_SUMS ? FEW_SUMS / M : FEW_COLUMNS, ld = most + LINE;
     const int near = M == 1 && K * N * size <= ONE_NEAR;
     for (ptrdiff_t n = 0; n < N; n += most)
         for (ptrdiff_t k = 0; k < K; k += GEMM_DEPTH) {
             ptrdiff_t columns = N - n < most ? N - n : most, depth = K - k < GEMM_DEPTH ? K - k : GEMM_DEPTH;
-            REAL *to = k ? part : c + n;
+            const int own = M >= FEW_OWN || k;
+            REAL *to = own ? part : c + n;
             const char *with = b + (k * ldb + n) * size;
             if (near) FMHA_NAME(one_row)(type, columns, depth, a + k * a_step, a_step, with, ldb, to);
-            else FMHA_NAME(few_block)(type, M, columns, depth, a + k * a_step, a_row, a_step, with, ldb, to, k ? most : ldc);
-            for (ptrdiff_t m = 0; k && m < M; m++)
+            else FMHA_NAME(few_block)(type, M, columns, depth, a + k * a_step, a_row, a_step, with, ldb, to, own ? ld : ldc);
+            for (ptrdiff_t m = 0; own && m < M; m++)
                 for (ptrdiff_t e = 0; e < columns; e += LANES) {
                     REAL *sum = c + m * ldc + n + e;
-                    VEC more = v_load_n(part + m * most + e, columns - e, 0);
-                    v_store_n(sum, v_load_n(sum, columns - e, 0) + more, columns - e);
+                    VEC more = v_load_n(part + m * ld + e, columns - e, 0);
+                    v_store_n(sum, k ? v_load_n(sum, columns - e, 0) + more : more, columns - e);
                 }
         }
 }
@@ -264,13 +267,13 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
     FMHA_NAME(gemm_memory) memory;
     FMHA_NAME(gemm_layout)(M, N, K, scratch, &memory);
     REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
-    const ptrdiff_t wide = packed ? N : M <= GEMM_FEW ? GEMM_NARROW : GEMM_WIDE;
+    const ptrdiff_t wide = packed ? N : GEMM_WIDE;
     if (K == 0) {
         for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;
     }
-    if (M <= FEW_ROWS && !trans_b && b0) {
+    if (M <= (packed ? FEW_PACKED : FEW_ROWS) && !trans_b && b0) {
         FMHA_NAME(product_few)(type, M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;
@@ -285,7 +288,7 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
                 ptrdiff_t rows = M - m0 < GEMM_ROWS ? M - m0 : GEMM_ROWS, a_row = lda;
                 const REAL *a = a0 + (trans_a ? k0 * lda + m0 : m0 * lda + k0);
                 if (trans_a || end - first >= GEMM_SERVED) {
-                    a_row = ROUND_UP(depth, LANES) + FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL);
+                    a_row = ROUND_UP(depth, LANES) + LINE;
                     FMHA_NAME(pack_panel)(FMHA_SAME, trans_a, rows, depth, (const char *)a, lda, block_of_a, a_row);
                     a = block_of_a;
                 }

@@ -12,6 +12,7 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first, which have the most keys with causality */
     int heads_inside;               /* heads change first, else last */
+    ptrdiff_t fine, pieces;         /* the last items, so many, are cut once more, into so many pieces of their rows; not of columns that are cut */
     ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
 } fmha_cut;
 
@@ -29,7 +30,8 @@ static inline ptrdiff_t fmha_parts(ptrdiff_t length, ptrdiff_t step)
 
 static inline ptrdiff_t fmha_items(const fmha_cut *cut)
 {
-    return (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
+    const ptrdiff_t items = (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
+    return cut->fine ? items + cut->fine * (cut->pieces - 1) : items;
 }
 
 /* Columns that go together go askew: each is so many rows behind the one before, whose items its own have not to wait for then. */
@@ -62,7 +64,12 @@ static inline void fmha_askew(ptrdiff_t place, ptrdiff_t rows, ptrdiff_t cols, p
 static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 {
     const ptrdiff_t row_parts = fmha_parts(cut->rows, cut->row_step), col_parts = fmha_parts(cut->cols, cut->col_step);
-    ptrdiff_t head = n, row = 0, col = 0;
+    ptrdiff_t piece = -1, row = 0, col = 0;
+    if (cut->fine) {
+        const ptrdiff_t whole = (cut->last - cut->first) * row_parts * col_parts - cut->fine;
+        if (n >= whole) piece = (n - whole) % cut->pieces, n = whole + (n - whole) / cut->pieces;
+    }
+    ptrdiff_t head = n;
     if (cut->heads_inside) {
         const ptrdiff_t heads = cut->last - cut->first;
         head = n / heads + n % heads * row_parts * col_parts;
@@ -85,6 +92,11 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
     item.cols = cut->cols - item.j0;
     if (cut->row_step && item.rows > cut->row_step) item.rows = cut->row_step;
     if (cut->col_step && item.cols > cut->col_step) item.cols = cut->col_step;
+    if (piece >= 0) {
+        const ptrdiff_t step = cut->row_step / cut->pieces, left = item.rows - piece * step;
+        item.i0 = left > 0 ? item.i0 + piece * step : cut->rows;        /* the last pieces of a short item are none */
+        item.rows = left < 0 ? 0 : left < step ? left : step;
+    }
     return item;
 }
 

@@ -91,7 +91,8 @@ static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t l
         now = (now > turns_q[block] ? now : turns_q[block]) + cost;
         turns_q[block] = now;
     }
-    if (many && turn_k) *turn_k = now = (now > *turn_k ? now : *turn_k) + FMHA_SUMS_COST + FMHA_ADDED_COST * many;
+    const double keys = (double)(s->p->Lk - tile * FMHA_TILE_KEYS) / FMHA_TILE_KEYS;
+    if (many && turn_k) *turn_k = now = (now > *turn_k ? now : *turn_k) + (FMHA_SUMS_COST + FMHA_ADDED_COST * many) * (keys < 1 ? keys : 1);
     if (many) take(s, now);
 }
 
@@ -178,19 +179,28 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads)
 
 /* ------------------------------------------------------------------------------------------------------------ forward */
 
+#define LOOKED_AT 8             /* rows of a block, which may be those of several heads */
 #define MOST_ITEMS (1 << 16)    /* that are simulated */
 #define MOST_LEFT (1 << 25)     /* numbers that runs may leave */
 
-/* In pairs of a query and a key, of which the middle row has the mean. */
-static double cost_of_block(const fmha_problem *p, const fmha_item *item, const fmha_blocks *blocks, int runs)
+/* What a pair costs in blocks of so many rows. */
+static double cost_of_pair(ptrdiff_t rows)
 {
-    const double factor = blocks->rows == FMHA_BLOCK_ROWS ? 1 : blocks->rows == FMHA_BLOCK_ROWS / 2 ? FMHA_HALF_COST : FMHA_QUARTER_COST;
-    ptrdiff_t low, high;
-    fmha_row_keys(p, item->b, (item->i0 + item->rows / 2) % p->Lq, &low, &high);
-    if (low < item->j0) low = item->j0;
-    if (high > item->j0 + item->cols) high = item->j0 + item->cols;
-    if (low >= high) return 0;
-    return (double)item->rows * ((double)(high - low) * factor + (runs ? FMHA_RUN_COST * FMHA_RUN_KEYS : 0));
+    return rows == FMHA_BLOCK_ROWS ? 1 : rows == FMHA_BLOCK_ROWS / 2 ? FMHA_HALF_COST : FMHA_QUARTER_COST;
+}
+
+/* In pairs of a query and a key, of which some rows have the mean; factor: of each. */
+static double cost_of_block(const fmha_problem *p, const fmha_item *item, double factor, int runs)
+{
+    double keys = 0;
+    for (ptrdiff_t n = 0, rows = p->banded ? LOOKED_AT : 1; n < rows; n++) {
+        ptrdiff_t low, high;
+        fmha_row_keys(p, item->b, (item->i0 + item->rows * (2 * n + 1) / (2 * rows)) % p->Lq, &low, &high);
+        if (low < item->j0) low = item->j0;
+        if (high > item->j0 + item->cols) high = item->j0 + item->cols;
+        if (high > low) keys += (double)(high - low) / (double)rows;
+    }
+    return keys == 0 ? 0 : (double)item->rows * (keys * factor + (runs ? FMHA_RUN_COST * FMHA_RUN_KEYS : 0));
 }
 
 /* When the last thread ends; INFINITY where that would take long to say. busy: for each thread, a heap. */
@@ -198,18 +208,23 @@ static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int th
 {
     const fmha_cut cut = fmha_blocks_cut(p, blocks, blocks->runs);
     const ptrdiff_t items = fmha_items(&cut), runs = blocks->runs ? fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
-    const ptrdiff_t merged = runs ? (items / runs + threads - 1) / threads : 0;           /* blocks that the busiest thread merges */
-    const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows);
-    if (!p->banded && !p->key_start && !p->key_length && !runs) {
-        const fmha_item first = fmha_item_of(&cut, 0);          /* a whole block, if there is one */
-        return (double)((items + threads - 1) / threads) * cost_of_block(p, &first, blocks, 0);
-    }
+    const ptrdiff_t large = blocks->fine ? items - blocks->fine * cut.pieces : 0;      /* items, before the others */
+    const ptrdiff_t merged = runs ? (items / runs + threads - 1) / threads : 0;         /* blocks that the busiest thread merges */
+    const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows), factor = cost_of_pair(blocks->rows);
+    ptrdiff_t n = 0;
     schedule s = {.threads = threads, .busy = busy};
-    if (items > MOST_ITEMS) return INFINITY;
     begin(&s);
-    for (ptrdiff_t n = 0; n < items; n++) {
+    if (!p->banded && !p->key_start && !p->key_length && !runs && fmha_blocks_alike(&cut)) {
+        const fmha_item first = fmha_item_of(&cut, 0);
+        if (!blocks->fine) return (double)((items + threads - 1) / threads) * cost_of_block(p, &first, factor, 0);
+        for (int t = 0; t < threads; t++)
+            busy[t] = (double)(large / threads + (threads - t <= large % threads)) * cost_of_block(p, &first, 1, 0);
+        n = large;
+    }
+    if (items - n > MOST_ITEMS) return INFINITY;
+    for (; n < items; n++) {
         const fmha_item item = fmha_item_of(&cut, n);
-        const double cost = cost_of_block(p, &item, blocks, blocks->runs);
+        const double cost = cost_of_block(p, &item, n < large ? 1 : factor, blocks->runs);
         if (cost > 0) take(&s, busy[0] + cost);
     }
     return end(&s) + merging;
@@ -218,18 +233,21 @@ static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int th
 fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs)
 {
     const fmha_cut cut = fmha_forward_cut(p);
-    const ptrdiff_t whole = fmha_items(&cut);
+    const ptrdiff_t whole = fmha_items(&cut), over = whole % threads;
     const ptrdiff_t parts = fmha_parts(p->Lk, FMHA_RUN_KEYS), left = whole * FMHA_BLOCK_ROWS * (p->Dv + 2);
     const int few = parts > 1 && whole < FMHA_MANY_BLOCKS * threads && left <= MOST_LEFT / parts;
-    fmha_blocks best = {FMHA_BLOCK_ROWS, 0, p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
-    if (threads <= FMHA_FEW_THREADS) best.runs = runs && few && p->parts == 0 && threads > 1 && (p->banded || !fmha_busy(whole, threads));
+    fmha_blocks best = {.rows = FMHA_BLOCK_ROWS, .heads_inside = p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
     if (whole == 0 || !fmha_blocks_vary(p, threads)) return best;
     double *busy = malloc((size_t)threads * sizeof *busy), least = INFINITY;
     for (int way = 0; busy && way < (runs && few ? 2 : 1); way++)
         for (ptrdiff_t rows = FMHA_BLOCK_ROWS; rows >= FMHA_BLOCK_ROWS / 4; rows /= 2) {
-            const fmha_blocks blocks = {rows, way, best.heads_inside};
-            const double time = of_blocks(p, &blocks, threads, busy);
-            if (time < least) least = time, best = blocks;
+            const ptrdiff_t fine[] = {0, over, over + threads};
+            for (int n = 0; n < (way || rows == FMHA_BLOCK_ROWS ? 1 : 3); n++) {
+                if (fine[n] >= whole || (n && fine[n] == 0)) continue;
+                const fmha_blocks blocks = {rows, fine[n], way, best.heads_inside};
+                const double time = of_blocks(p, &blocks, threads, busy);
+                if (time < least) least = time, best = blocks;
+            }
         }
     free(busy);
     return best;

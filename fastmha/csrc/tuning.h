@@ -28,12 +28,13 @@
 #define GEMM_DEPTH       FMHA_OF(   384,    384,    384,    384,    384)  /* K of a block: a packed panel stays in the first two caches */
 #define GEMM_ROWS        FMHA_OF(   256,    256,    256,    256,    256)  /* rows of a block: its part of a stays in the second cache */
 #define GEMM_COLUMNS     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* that are packed at a time: the third cache has room */
-#define GEMM_FEW         FMHA_OF(    64,     64,     64,     64,     64)  /* rows for which packed columns are wanted again at once: they stay in the second cache, */
-#define GEMM_FEW_COLUMNS FMHA_OF(   256,    256,    256,    256,    256)  /* so many */
 #define GEMM_SERVES      FMHA_OF(     8,      8,      8,      8,      8)  /* panels from which on a copy of a block of a pays */
 #define GEMM_AHEAD       FMHA_OF(     8,      8,      8,      8,      8)  /* rows of b that are fetched before they are packed: no CPU guesses such strides */
 #define FINISH_AHEAD     FMHA_OF(     4,      4,      4,      4,      4)  /* rows that the last pass fetches ahead, for the same reason */
-#define FEW_ROWS         FMHA_OF(    16,     16,     16,     16,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
+#define FEW_ROWS         FMHA_OF(    16,     16,     16, FEW_512,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
+#define FEW_512          (sizeof(REAL) == 4 ? 32 : 24)
+#define FEW_PACKED       FMHA_OF(     8,      8,      6,      5,      8)  /* the same where b is packed, too */
+#define FEW_OWN          FMHA_OF(     4,      4,      4,      4,      4)  /* from which on sums are not where the product is wanted, but in memory of their own */
 #define FEW_DEPTH        FMHA_OF(     8,      8,      8,      8,      8)
 #define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 #define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */

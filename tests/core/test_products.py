@@ -20,7 +20,7 @@ ROWS = (*range(1, 41), 64, 257, 300)
 DEPTHS = (1, 7, 383, 384, 385, 900)
 COLUMNS = (1, 15, 16, 17, 63, 64, 65, 130, 1100)
 stored_types = pytest.mark.parametrize("stored", HALVES, ids=lambda dtype: dtype.__name__)
-FEW = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17)
+FEW = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 25, 31, 32, 33)
 
 
 def draw(rng, m, n, k, dtype):
@@ -163,18 +163,38 @@ def test_few_rows_have_the_bits_of_the_same_rows_among_many(isa, dtype, trans_a,
     for k, n in ((1, 9), (17, 65), (383, 16), (384, 130), (384, 64), (385, 9), (385, 64), (900, 65), (900, 1128)):
         a, b, bias = draw(rng, 40, n, k, dtype)
         together = own(a.T.copy() if trans_a else a, b, n, bias, trans_a=trans_a)
-        for start, stop in ((0, 1), (1, 4), (4, 20), (20, 37), (39, 40)):
+        for start, stop in ((0, 1), (1, 4), (4, 20), (20, 37), (39, 40), (1, 33), (5, 29)):
             rows = a[start:stop].T.copy() if trans_a else a[start:stop]
             assert same_bits(own(rows, b, n, bias, trans_a=trans_a), together[start:stop]), (k, n, start)
 
 
 @dtypes
 def test_few_rows_on_threads_and_in_slices_have_one_set_of_bits(isa, dtype, rng):
-    for m in (1, 5, 16):
+    for m in (1, 5, 16, 32):
         a, b, bias = draw(rng, m, 1100, 257, dtype)
         expected = own(a, b, 1100, bias, slices=(m, 1100))
         for slices, threads in (((m, 64), 1), ((m, 320), 3), ((3, 17), 3)):
             assert same_bits(own(a, b, 1100, bias, threads=threads, slices=slices), expected)
+
+
+def test_slices_keep_every_thread_busy_to_the_end():
+    """The share of the threads' time that the slices fill, each of which takes a time like its size."""
+    for m, n, threads in ((1, 768, 2), (24, 768, 2), (128, 768, 2), (256, 768, 2), (128, 2304, 2), (128, 256, 2), (1024, 768, 8),
+                          (512, 768, 48), (4096, 3072, 96), (128, 1000, 3)):
+        rows, columns = own_slices(m, n, 768, threads)
+        assert columns == n or columns % _core.PANEL_COLUMNS == 0
+        slices = -(-m // rows) * -(-n // columns)
+        assert slices >= threads
+        assert m * n / (-(-slices // threads) * rows * columns * threads) > 0.72, (m, n, threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 64])
+def test_slices_of_any_product_are_some_and_leave_an_interrupt_within_reach(threads):
+    for m, n, k in itertools.product((0, 1, 63, 300, 10**6), (0, 1, 127, 129, 5000, 10**6), (0, 1, 768, 10**6)):
+        rows, columns = own_slices(m, n, k, threads)
+        assert 1 <= rows <= max(m, 1)
+        assert 1 <= columns <= max(n, 1)
+        assert rows * columns * k <= 2**31 or columns <= 128
 
 
 @dtypes

@@ -51,11 +51,11 @@ def test_runs_of_keys_agree_with_the_oracle_and_have_the_bits_of_one_item(shape,
             assert same_bits(x, y)
 
 
-CUTS = [(rows, runs) for rows in (16, 32, 64) for runs in (False, True)]
+CUTS = [(rows, runs, 0) for rows in (16, 32, 64) for runs in (False, True)] + [(16, False, 1), (32, False, 2), (16, False, 3)]
 
 
 def cut_forward(q, k, v, cut, threads, weights=False, **rules):
-    """Out and lse, or the weights, of blocks of so many rows, in runs of keys or whole."""
+    """Out and lse, or the weights, of blocks of so many rows, in runs of keys or whole, or of the last blocks alone."""
     problem = attention_problem(q, k, v, "BHLD", Rules(**{"offset": 0 if rules.get("is_causal") else None, **rules}))
     B, H, _, Lq, Lk, _, Dv = problem.shape
     real = np.float64 if problem.is_double else np.float32
@@ -85,11 +85,11 @@ def test_blocks_of_any_rows_in_runs_or_whole_have_the_same_bits(dtype, rules, is
 def test_blocks_of_any_rows_have_the_same_bits_with_weights_and_with_nan_and_infinity(dtype, isa, rng):
     q, k, v, _ = draw(rng, 1, 4, 2, 70, 2 * RUN + 5, 8, 6, dtype)
     rules = {"is_causal": True, "offset": RUN}
-    whole = cut_forward(q, k, v, (64, False), 1, weights=True, **rules)
+    whole = cut_forward(q, k, v, (64, False, 0), 1, weights=True, **rules)
     for cut in CUTS:
         assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, weights=True, **rules)))
     v[0, 0, RUN + 40, 3], k[0, 1, RUN + 60, 0], q[0, 2, 33, 1] = np.inf, np.nan, -np.inf
-    whole = cut_forward(q, k, v, (64, False), 1, **rules)
+    whole = cut_forward(q, k, v, (64, False, 0), 1, **rules)
     assert np.isnan(whole[0]).any()
     for cut in CUTS:
         assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, **rules)))
@@ -105,6 +105,16 @@ def test_many_threads_with_few_blocks_each_are_kept_busy_by_smaller_ones(causal)
         problem = attention_problem(x, x, x, "BHLD", Rules(is_causal=causal, offset=0 if causal else None))
         items = np.frombuffer(_core.items(problem, "tiled", False, 0, 192)[0], np.dtype((np.intp, 6)))
         assert items[:, 3].max() < 64 or len(items) > B * H * L // 64
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("threads", [2, 3, 8, 64])
+def test_blocks_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, causal):
+    """Whole blocks of 64 rows would leave up to a fifth idle: a few more than four for each thread, a ragged end of each head."""
+    for H, L in ((4 * threads + max(1, threads // 10), 64), (1, 64 * (4 * threads + 1)), (threads + 1, 333)):
+        x = np.broadcast_to(np.float32(0), (1, H, L, 64))
+        plan = fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled", is_causal=causal, offset=0 if causal else None)
+        assert plan.balance > 0.93, (H, L)
 
 
 @every_isa
