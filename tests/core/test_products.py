@@ -185,7 +185,7 @@ def test_slices_keep_every_thread_busy_to_the_end():
         assert columns == n or columns % _core.PANEL_COLUMNS == 0
         slices = -(-m // rows) * -(-n // columns)
         assert slices >= threads
-        assert m * n / (-(-slices // threads) * rows * columns * threads) > 0.72, (m, n, threads)
+        assert m * n / (-(-slices // threads) * rows * columns * threads) > 0.85, (m, n, threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 64])
