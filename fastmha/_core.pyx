@@ -1538,11 +1538,11 @@ cdef bytearray items_of(const fmha_cut *cut):
 
 
 def forward_blocks(Problem problem, int threads):
-    """(rows of a block of "tiled" forward; where others before them have 64, how many of 64 have been cut into these, else 0;
-    whether each run of keys is an item), for so many threads."""
+    """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, the last ones, are cut into such,
+    or, if 0, all of them."""
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, &blocks)
-    return blocks.rows, blocks.fine, blocks.runs
+    return blocks.rows, blocks.fine
 
 
 def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads):

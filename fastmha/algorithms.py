@@ -25,7 +25,7 @@ _HEAD_ROWS = 256                # of a slice of a product that is written by hea
 _SLICE_TERMS = 2**31            # multiply-adds of a slice: some tens of milliseconds
 _SINGLE, _DOUBLE = validate.FLOAT_TYPES
 _LINE = 64                      # bytes of a cache line
-_FEW_ROWS, _SOME_ROWS = 64, 256 # of the first operand
+_FEW_ROWS, _SOME_ROWS = 64, 256     # of the first operand of a product
 _LEAST_ROWS, _LEAST_COLUMNS = 64, 128   # of a slice of a product, where threads want more of them
 _TILE_ROWS = 512                # of a slice of a product on matrix tiles: what it reads of the other operand serves as many
 

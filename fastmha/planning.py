@@ -241,7 +241,7 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
 
 def _costs_of_pairs(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
     """Of a pair in each item of "tiled" forward; those of whole blocks, and so of heads of few rows, have 1."""
-    rows, fine, _ = _core.forward_blocks(problem, threads)
+    rows, fine = _core.forward_blocks(problem, threads)
     costs = np.ones(len(items))
     costs[len(items) - fine * (_core.tile_sizes()[0] // rows) if fine else 0:] = _core.BLOCK_COSTS[rows]
     return costs

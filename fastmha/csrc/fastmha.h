@@ -357,9 +357,9 @@ static inline int fmha_by_heads(const fmha_problem *p, int threads)
     return many && fmha_busy(heads, threads);
 }
 
-/* How a forward pass is cut: into blocks of so many rows, or, of FMHA_BLOCK_ROWS, of which the last ones, `fine`, are cut into such; each
- * whole or, where none is fine, in runs of its keys; and whether the longest blocks of all heads come
- * first, which evens out the end, or head after head, whose keys then stay in a cache. The bits are the same. */
+/* How a forward pass is cut: into blocks of so many rows, or, if `fine`, of FMHA_BLOCK_ROWS, of which so many, the last ones, are cut into
+ * such; each whole or, unless some are fine, in runs of its keys; and whether the longest blocks of all heads come first, which evens out
+ * the end, or head after head, whose keys then stay in a cache. The bits are the same. */
 typedef struct {
     ptrdiff_t rows, fine;
     int runs, heads_inside;
@@ -379,7 +379,7 @@ static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks 
     return cut;
 }
 
-#define FMHA_FEW_THREADS 4
+#define FMHA_FEW_THREADS 4      /* up to which heads come one after the other */
 #define FMHA_EVEN_BLOCKS 32     /* for each thread: one more or less then counts for little */
 #define FMHA_MANY_BLOCKS 8      /* for each thread; what runs of more leave takes memory */
 

@@ -12,7 +12,7 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first, which have the most keys with causality */
     int heads_inside;               /* heads change first, else last */
-    ptrdiff_t fine, pieces;         /* the last items, so many, are cut once more, into so many pieces of their rows; not of columns that are cut */
+    ptrdiff_t fine, pieces;         /* so many items, the last ones, are cut once more, into so many pieces of rows; where columns are not cut */
     ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
 } fmha_cut;
 

@@ -189,7 +189,7 @@ static double cost_of_pair(ptrdiff_t rows)
     return rows == FMHA_BLOCK_ROWS ? 1 : rows == FMHA_BLOCK_ROWS / 2 ? FMHA_HALF_COST : FMHA_QUARTER_COST;
 }
 
-/* In pairs of a query and a key, of which some rows have the mean; factor: of each. */
+/* In pairs of a query and a key, of which some rows have the mean; factor: what a pair costs. */
 static double cost_of_block(const fmha_problem *p, const fmha_item *item, double factor, int runs)
 {
     double keys = 0;
