@@ -1538,8 +1538,8 @@ cdef bytearray items_of(const fmha_cut *cut):
 
 
 def forward_blocks(Problem problem, int threads):
-    """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, the last ones, are cut into such,
-    or, if 0, all of them."""
+    """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, the last ones, are cut into
+    such, or, if 0, all of them."""
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, &blocks)
     return blocks.rows, blocks.fine
