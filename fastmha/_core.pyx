@@ -25,7 +25,7 @@ from fastmha._kernels cimport (
     fmha_isa_runs, fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of,
     fmha_mask_cut, fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
     fmha_pool_workers, fmha_problem, fmha_run, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
-    fmha_valid_keys,
+    fmha_valid_keys, fmha_waiting_chunks,
 )
 
 
@@ -207,6 +207,11 @@ cdef class Scratch:
             kept_memory[least], self.memory = self.memory, kept_memory[least]
             kept_bytes[least] = self.bytes
         PyMem_RawFree(self.memory)
+
+
+cdef void lend(fmha_run *c, Scratch scratch) noexcept:
+    """The run works in that memory, on its threads."""
+    c.scratch, c.scratch_size, c.threads = scratch.start, scratch.size, scratch.threads
 
 
 cdef Scratch scratch_for(ptrdiff_t size, ptrdiff_t items, int threads):
@@ -1000,7 +1005,7 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks 
     cdef fmha_task task = kernels.tiled_forward if c.weights == NULL else kernels.tiled_weights
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if c.weights == NULL else kernels.weights_scratch(&c.p)
     scratch = scratch_for(size * problem.itemsize, items, threads)
-    c.scratch, c.scratch_size = scratch.start, scratch.size
+    lend(c, scratch)
     with nogil:
         fmha_pool_run(task, c, items, scratch.threads)
     return finish()
@@ -1030,7 +1035,8 @@ cdef int run_by_keys(fmha_run *c, Problem problem, const fmha_blocks *blocks, in
     cdef ptrdiff_t parts = fmha_items(&c.cut)
     cdef Scratch scratch = scratch_for(kernels.forward_scratch(&c.p) * problem.itemsize, parts, threads)
     cdef Scratch runs = Scratch(parts * kernels.run_scratch(&c.p, blocks.rows) * problem.itemsize, 1)
-    c.scratch, c.scratch_size, c.chunks = scratch.start, scratch.size, runs.start
+    lend(c, scratch)
+    c.chunks = runs.start
     with nogil:
         if fmha_pool_run(kernels.tiled_run, c, parts, scratch.threads):
             c.cut = whole
@@ -1045,7 +1051,8 @@ cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t item
     cdef ptrdiff_t own = kernels.matrix_scratch(&c.p, by_heads, c.weights != NULL) * size
     cdef Scratch scratch = scratch_for(own, heads if by_heads else items, threads)
     cdef Scratch shared = Scratch(0 if by_heads else heads * kernels.matrix_bytes(&c.p), 1)
-    c.scratch, c.scratch_size, c.shared, c.first_shared = scratch.start, scratch.size, shared.start, 0
+    lend(c, scratch)
+    c.shared, c.first_shared = shared.start, 0
     c.cut = kernels.matrix_cut(&c.p, 0)
     with nogil:
         if by_heads:
@@ -1162,7 +1169,7 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
             continue
         own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode, c.share) * size
         scratch = scratch_for(own, items, threads)
-        c.scratch, c.scratch_size = scratch.start, scratch.size
+        lend(c, scratch)
         with nogil:
             fmha_pool_run(task, c, items, scratch.threads)
         finish()
@@ -1181,7 +1188,7 @@ def mask_gradient(Problem problem, grad_out, states, grad_mask, int threads):
     c.cut = fmha_mask_cut(&c.p, &c.grad_mask)
     cdef ptrdiff_t items = fmha_items(&c.cut)
     scratch = scratch_for(kernels.mask_gradient_scratch(&c.p) * problem.itemsize, items, threads)
-    c.scratch, c.scratch_size = scratch.start, scratch.size
+    lend(&c, scratch)
     with nogil:
         fmha_pool_run(kernels.mask_gradient, &c, items, scratch.threads)
     finish()
@@ -1228,7 +1235,7 @@ def decode_scratch(Problem problem):
     if problem.c.Hkv == 0:
         return 0, 0
     return (max(kernels.decode_scratch(&problem.c), kernels.merge_scratch(&problem.c)) * problem.itemsize,
-            fmha_chunks(&problem.c) * kernels.chunk_scratch(&problem.c) * problem.itemsize)
+            fmha_waiting_chunks(&problem.c) * kernels.chunk_scratch(&problem.c) * problem.itemsize)
 
 
 # -------------------------------------------------------------------------------------------------- algorithm "decode"
@@ -1253,8 +1260,8 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     parts = fmha_items(&c.cut)
     # one scratch for both passes, of whichever has more items: without keys there are no chunks, but heads to merge
     scratch = scratch_for(max(kernels.decode_scratch(&c.p), kernels.merge_scratch(&c.p)) * size, max(parts, heads), threads)
-    c.scratch, c.scratch_size = scratch.start, scratch.size
-    chunks = Scratch(fmha_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
+    lend(c, scratch)
+    chunks = Scratch(fmha_waiting_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
         if fmha_pool_run(kernels.decode, c, parts, scratch.threads):
@@ -1408,7 +1415,7 @@ cdef int packed_pass(Packed *c, fmha_task task, packed_cut cut, packed_scratch s
     if items == 0:
         return 0
     memory = scratch_for(most, items, threads)
-    c.whole.scratch, c.whole.scratch_size = memory.start, memory.size
+    lend(&c.whole, memory)
     with nogil:
         fmha_pool_run(packed_item, c, items, memory.threads)
     return finish()
@@ -1460,9 +1467,9 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     for s in range(c.sequences):
         sequence_run(&c, s, &own)
         c.chunk[s] = bytes
-        bytes += fmha_chunks(&own.p) * c.kernels.chunk_scratch(&own.p) * c.itemsize
+        bytes += fmha_waiting_chunks(&own.p) * c.kernels.chunk_scratch(&own.p) * c.itemsize
     scratch = scratch_for(most, max(items, merging), threads)
-    c.whole.scratch, c.whole.scratch_size = scratch.start, scratch.size
+    lend(&c.whole, scratch)
     chunks = Scratch(bytes, 1)
     c.whole.chunks = chunks.start
     with nogil:

@@ -56,7 +56,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t share
         char *row_states
         char *scratch
-        ptrdiff_t scratch_size
+        ptrdiff_t scratch_size, threads
         char *kept
         char *chunks
         char *shared
@@ -181,6 +181,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, const fmha_split *)
     fmha_split fmha_backward_split(const fmha_problem *, int threads)
     ptrdiff_t fmha_chunks(const fmha_problem *)
+    ptrdiff_t fmha_waiting_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
     ctypedef struct fmha_blocks:
         ptrdiff_t rows, fine

@@ -20,11 +20,15 @@ static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
 #define KEY_STEP 2          /* even and odd keys have sums of their own: what is left out before a row's keys is a multiple of it */
 #define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
-/* What the next item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out; forward, the out that it
- * writes, which waits for its lines as well. */
+/* What a later item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out; forward, the out that it
+ * writes, which waits for its lines as well. A part is runs of so many bytes, each a step behind the one before. */
 typedef struct {
-    const char *at[5];
-    ptrdiff_t bytes[5];
+    const char *at;
+    ptrdiff_t runs, step, bytes;
+} FMHA_NAME(part);
+
+typedef struct {
+    FMHA_NAME(part) part[5];
 } FMHA_NAME(next);
 
 /* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
@@ -616,34 +620,41 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
 static inline __attribute__((always_inline)) void FMHA_NAME(fetch_part)(FMHA_NAME(next) *next, int part)
 {
     if (!next) return;
-    for (ptrdiff_t byte = 0; byte < next->bytes[part]; byte += FMHA_CACHE_LINE) v_prefetch_far(next->at[part] + byte);
-    next->bytes[part] = 0;
+    FMHA_NAME(part) *of = &next->part[part];
+    for (; of->runs > 0; of->runs--, of->at += of->step)
+        for (ptrdiff_t byte = 0; byte < of->bytes; byte += FMHA_CACHE_LINE) v_prefetch_far(of->at + byte);
 }
 
-/* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more, what comes
- * after item `index` is fetched while that is at work. Returns `next`, or NULL where nothing is. */
+/* `rows` rows of each of `heads` neighbouring heads from head h on, in as few runs as they lie in. */
+static inline FMHA_NAME(part) FMHA_NAME(part_of)(const int type, const fmha_array *x, ptrdiff_t b, ptrdiff_t h, ptrdiff_t heads,
+                                                 ptrdiff_t rows, ptrdiff_t width)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), head = x->stride[1] * size, row = x->stride[2] * size, bytes = width * size;
+    const char *at = FMHA_NAME(row_in)(type, x, b, h, 0);
+    if (row != bytes && rows > 1) return (FMHA_NAME(part)){at, rows, row, head == bytes ? heads * bytes : bytes};
+    if (head != rows * bytes) return (FMHA_NAME(part)){at, heads, head, rows * bytes};
+    return (FMHA_NAME(part)){at, 1, 0, heads * rows * bytes};
+}
+
+/* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more, a thread
+ * at work on item `index` fetches an item that it will take: as all take the next that is left, that is about as many on as there are
+ * threads, or a multiple, see NEXT_BYTES. Returns `next`, or NULL where nothing is. */
 static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index, ptrdiff_t near, ptrdiff_t far, int backward,
                                            FMHA_NAME(next) *next)
 {
     const fmha_problem *p = &run->p;
-    if (run->cut.rows > BLOCK_ROWS || index + 1 >= fmha_items(&run->cut)) return NULL;
+    if (run->cut.rows > BLOCK_ROWS) return NULL;
     const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
-    const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * p->Lq * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
-    if (keys > near || p->B * (p->H * rows + p->Hkv * keys) < far) return NULL;
-    const fmha_item item = fmha_item_of(&run->cut, index + 1);
-    const ptrdiff_t b = item.b, h = item.h * (p->H / p->Hkv);
-    *next = (FMHA_NAME(next)){
-        .at = {FMHA_NAME(row_in)(p->element, &p->q, b, h, 0), FMHA_NAME(stored_row)(p, &p->k, b, item.h, 0),
-               FMHA_NAME(stored_row)(p, &p->v, b, item.h, 0)},
-        .bytes = {p->Lq * p->D * of_row, p->Lk * p->D * of_key, p->Lk * p->Dv * of_key},
-    };
-    if (!backward) {
-        next->at[3] = FMHA_NAME(row_in)(p->element, &run->out, b, h, 0);
-        next->bytes[3] = p->Lq * p->Dv * of_row;
-    } else {
-        next->at[3] = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, 0);
-        next->at[4] = FMHA_NAME(row_in)(p->element, &run->out, b, h, 0);
-        next->bytes[3] = next->bytes[4] = p->Lq * p->Dv * of_row;
-    }
+    const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * run->cut.rows * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
+    if (keys > near || p->B * p->Hkv * (rows + keys) < far) return NULL;
+    const ptrdiff_t then = index + run->threads * (1 + NEXT_BYTES / (rows + keys + 1));
+    if (then >= fmha_items(&run->cut)) return NULL;
+    const fmha_item item = fmha_item_of(&run->cut, then);
+    const ptrdiff_t b = item.b, group = p->H / p->Hkv, h = item.h * group;
+    next->part[0] = FMHA_NAME(part_of)(p->element, &p->q, b, h, group, p->Lq, p->D);
+    next->part[1] = FMHA_NAME(part_of)(p->stored, &p->k, b, item.h, 1, p->Lk, p->D);
+    next->part[2] = FMHA_NAME(part_of)(p->stored, &p->v, b, item.h, 1, p->Lk, p->Dv);
+    next->part[3] = FMHA_NAME(part_of)(p->element, backward ? &run->grad_out : &run->out, b, h, group, p->Lq, p->Dv);
+    next->part[4] = backward ? FMHA_NAME(part_of)(p->element, &run->out, b, h, group, p->Lq, p->Dv) : (FMHA_NAME(part)){.runs = 0};
     return next;
 }

@@ -490,14 +490,22 @@ static ptrdiff_t FMHA_NAME(merge_scratch)(const fmha_problem *p)
     return FMHA_NAME(forward_scratch)(p) + FMHA_NAME(decode_scratch)(p);
 }
 
-/* Partial softmaxes of the chunks of key/value head `index` become one, in their order. alone: it is one chunk, whose sums are finite. */
-static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker, int alone)
+/* And of one that computes chunks: the only one of a head is merged where it was computed, behind what merging takes. */
+static ptrdiff_t FMHA_NAME(decode_item_scratch)(const fmha_problem *p)
+{
+    if (fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1) return FMHA_NAME(decode_scratch)(p);
+    return FMHA_NAME(merge_scratch)(p) + FMHA_NAME(chunk_scratch)(p);
+}
+
+/* Partial softmaxes of the chunks of key/value head `index`, from the first one on, become one, in their order. alone: it is one chunk,
+ * whose sums are finite. */
+static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker, const FMHA_NAME(chunk) *of, int alone)
 {
     const fmha_problem *p = &run->p;
+    const FMHA_NAME(chunk) first = *of;         /* the others follow, each `size` REALs on */
     const fmha_item item = fmha_item_of(&run->cut, index);
     ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, group = p->H / p->Hkv, value_width = ROUND_UP(p->Dv, LANES);
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
-    const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);       /* the others follow, each `size` REALs on */
     int finite = 1;
     uint64_t tiny = 0;
     FMHA_NAME(forward_memory) memory;
@@ -571,19 +579,24 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
     const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
     int left = 0;
+    FMHA_NAME(chunk) result;
+    if (chunks == 1) FMHA_NAME(chunk_layout)(p, FMHA_NAME(scratch_of)(run, worker) + FMHA_NAME(merge_scratch)(p), &result);
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
-        const FMHA_NAME(chunk) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
+        if (chunks > 1) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
         left = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0);
         if (left != FMHA_NAME(partly)) continue;
         m.ready = 0;
         FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, FMHA_NAME(careful));
     }
-    if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker, (left & FMHA_NAME(finite)) != 0);
+    if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker, &result, (left & FMHA_NAME(finite)) != 0);
 }
 
 /* Item: one key/value head whose chunks were items of their own. */
 static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
-    if (fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS) != 1) FMHA_NAME(merge_head)(run, index, worker, 0);
+    const ptrdiff_t chunks = fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS);
+    if (chunks == 1) return;
+    const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);
+    FMHA_NAME(merge_head)(run, index, worker, &first, 0);
 }

@@ -144,6 +144,7 @@ typedef struct {
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
+    ptrdiff_t threads;          /* at most, each of which takes the next item that is left */
     char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
     char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
@@ -438,6 +439,12 @@ static inline fmha_cut fmha_mask_cut(const fmha_problem *p, const fmha_array *gr
 static inline ptrdiff_t fmha_chunks(const fmha_problem *p)
 {
     return p->B * p->Hkv * fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
+}
+
+/* Those that wait for others: the only one of a head becomes its result at once. */
+static inline ptrdiff_t fmha_waiting_chunks(const fmha_problem *p)
+{
+    return fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1 ? fmha_chunks(p) : 0;
 }
 
 /* Several chunks are an item where every thread has many: what is fetched ahead is then seldom of another head. */

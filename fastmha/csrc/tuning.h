@@ -59,8 +59,9 @@
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
 /* Short heads, each an item. */
-#define NEXT_FAR         FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))  /* bytes that a pass reads, from which on the next head is fetched ahead, */
+#define NEXT_FAR         FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))  /* bytes that a pass reads, from which on a thread fetches the next head that it will take, */
 #define NEXT_NEAR        FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves, */
+#define NEXT_BYTES       FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* of heads that read fewer bytes it is a later one, so many bytes on: the next is wanted too soon; */
 #define DECODE_NEXT      FMHA_OF( 20480,  20480,  20480,  20480,  20480)  /* by "decode" sooner; it gains from twice as many bytes on */
 
 /* Matrix tiles, where there are any. */

@@ -204,6 +204,7 @@ static void give_scratch(fmha_run *run, ptrdiff_t bytes, int threads)
 {
     run->scratch_size = (bytes / FMHA_CACHE_LINE + 1) * FMHA_CACHE_LINE;
     run->scratch = memory((size_t)(run->scratch_size * threads));
+    run->threads = threads;
 }
 
 enum { OUT, LSE, WEIGHTS, GRAD_Q, GRAD_K, GRAD_V, RESULTS };
@@ -217,7 +218,7 @@ static void forward(const kind *t, fmha_run *run, int way, int threads)
     if (way == DECODE) {
         ptrdiff_t merging = kernels->merge_scratch(&run->p), size = kernels->decode_scratch(&run->p);
         run->cut = fmha_decode_cut(&run->p, threads);
-        run->chunks = memory((size_t)(fmha_chunks(&run->p) * kernels->chunk_scratch(&run->p) * t->real));
+        run->chunks = memory((size_t)(fmha_waiting_chunks(&run->p) * kernels->chunk_scratch(&run->p) * t->real));
         give_scratch(run, (size > merging ? size : merging) * t->real, threads);
         fmha_pool_run(kernels->decode, run, fmha_items(&run->cut), threads);
         run->cut = fmha_heads_cut(&run->p);

@@ -17,8 +17,10 @@ from support import (
     assert_same,
     bits,
     draw,
+    dtypes,
     error_bounds,
     in_float64,
+    layouts,
     padded,
     run,
     same_bits,
@@ -195,6 +197,29 @@ def test_the_choice_of_algorithm_looks_at_neither_batch_nor_threads(dtype):
         for threads in (1, 5)
     ]
     assert len({(p.algorithm, p.tile) for p in plans}) == 1
+
+
+@dtypes
+@layouts
+@pytest.mark.parametrize("algorithm", ["tiled", "decode"])
+@pytest.mark.parametrize(("Lq", "Lk", "D"), [(1, 1, 8), (2, 7, 20), (3, 30, 64)])
+def test_short_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, algorithm, Lq, Lk, D, layout, rng):
+    """While a thread is at work on one, it fetches one of those that come: where that lies and how many on goes by strides and
+    threads, and the last ones have none."""
+    times = 20 * 2**20 // (3 * 4 * (2 * Lq + Lk) * D * np.dtype(dtype).itemsize)     # more than any of the limits
+    few = [np.ascontiguousarray(x) for x in draw(rng, 3, 4, 2, Lq, Lk, D, D, dtype, layout)]
+    many = [np.repeat(x, times, axis=0) for x in few]
+
+    def results(arrays, threads):
+        if algorithm == "tiled":
+            return run(fastmha, *arrays, threads=threads, algorithm=algorithm, layout=layout)
+        return fastmha.attention(*arrays[:3], return_lse=True, num_threads=threads, algorithm=algorithm, layout=layout)
+
+    for step in (1, -1):
+        alone = results([x[:, ::step, ::step] for x in few], 1)
+        for threads in (1, 2, 5):
+            together = results([x[:, ::step, ::step] for x in many], threads)
+            assert_same([np.repeat(x, times, axis=0) for x in alone], together)
 
 
 # ---------------------------------------------------------------------------------------------------------------- heads

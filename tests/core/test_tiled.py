@@ -271,6 +271,16 @@ def test_scratch_of_decode_does_not_grow_with_the_square_of_the_length(isa):
         assert two <= 2 * one + 2**16
 
 
+def test_scratch_of_decode_does_not_grow_with_the_number_of_short_heads(isa):
+    """What the only 512 keys of a head leave becomes its result at once."""
+    def of(heads, keys):
+        q, k = (np.empty((heads, 8, n, 64), np.float32) for n in (2, keys))
+        return fastmha.plan(q, k, k, algorithm="decode", num_threads=2).scratch_bytes
+
+    assert of(1000, 512) == of(1, 512) < 2**19
+    assert of(100, 513) > of(1, 513)        # else a merging is to come, of all
+
+
 # ---------------------------------------------------------------------------------------------------------- far strides
 
 
