@@ -490,16 +490,16 @@ static ptrdiff_t FMHA_NAME(merge_scratch)(const fmha_problem *p)
     return FMHA_NAME(forward_scratch)(p) + FMHA_NAME(decode_scratch)(p);
 }
 
-/* And of one that computes chunks: the only one of a head is merged where it was computed, behind what merging takes. */
+/* And of one that computes chunks. The only one of a head comes first, and is merged where it was computed. */
 static ptrdiff_t FMHA_NAME(decode_item_scratch)(const fmha_problem *p)
 {
     if (fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1) return FMHA_NAME(decode_scratch)(p);
-    return FMHA_NAME(merge_scratch)(p) + FMHA_NAME(chunk_scratch)(p);
+    return FMHA_NAME(chunk_scratch)(p) + FMHA_NAME(merge_scratch)(p);
 }
 
 /* Partial softmaxes of the chunks of key/value head `index`, from the first one on, become one, in their order. alone: it is one chunk,
  * whose sums are finite. */
-static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int worker, const FMHA_NAME(chunk) *of, int alone)
+static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *scratch, const FMHA_NAME(chunk) *of, int alone)
 {
     const fmha_problem *p = &run->p;
     const FMHA_NAME(chunk) first = *of;         /* the others follow, each `size` REALs on */
@@ -509,7 +509,6 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, int work
     int finite = 1;
     uint64_t tiny = 0;
     FMHA_NAME(forward_memory) memory;
-    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
     scratch += FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(p);
     for (ptrdiff_t r = 0; r < rows; r++) {
@@ -565,8 +564,12 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     const fmha_run *run = context;
     const fmha_problem *p = &run->p;
     const fmha_item item = fmha_item_of(&run->cut, index);
+    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
     FMHA_NAME(decode_memory) m;
-    FMHA_NAME(decode_layout)(p, FMHA_NAME(scratch_of)(run, worker), &m);
+    FMHA_NAME(chunk) result;
+    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    if (chunks == 1) scratch += FMHA_NAME(chunk_layout)(p, scratch, &result);
+    FMHA_NAME(decode_layout)(p, scratch, &m);
     m.ready = 0;
     m.ahead = FMHA_NAME(decode_ahead)(p, item.rows);
     ptrdiff_t b = item.b, hkv = item.h, rows = item.rows;
@@ -574,13 +577,10 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);
     if (end > high) end = high;
     FMHA_NAME(begin_item)(p);
-    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
     const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
     int left = 0;
-    FMHA_NAME(chunk) result;
-    if (chunks == 1) FMHA_NAME(chunk_layout)(p, FMHA_NAME(scratch_of)(run, worker) + FMHA_NAME(merge_scratch)(p), &result);
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         if (chunks > 1) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
         left = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0);
@@ -588,7 +588,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
         m.ready = 0;
         FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, FMHA_NAME(careful));
     }
-    if (chunks == 1) FMHA_NAME(merge_head)(run, index, worker, &result, (left & FMHA_NAME(finite)) != 0);
+    if (chunks == 1) FMHA_NAME(merge_head)(run, index, scratch, &result, (left & FMHA_NAME(finite)) != 0);
 }
 
 /* Item: one key/value head whose chunks were items of their own. */
@@ -598,5 +598,5 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
     const ptrdiff_t chunks = fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS);
     if (chunks == 1) return;
     const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);
-    FMHA_NAME(merge_head)(run, index, worker, &first, 0);
+    FMHA_NAME(merge_head)(run, index, FMHA_NAME(scratch_of)(run, worker), &first, 0);
 }
