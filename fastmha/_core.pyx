@@ -1230,7 +1230,7 @@ def tiled_scratch(Problem problem, bint backward, int threads):
 
 
 def decode_scratch(Problem problem):
-    """Bytes of scratch of the decode algorithm: of one thread in either of its passes, and of the results of all chunks."""
+    """Bytes of scratch of the decode algorithm: of one thread in either of its passes, and of what chunks leave to be merged."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     if problem.c.Hkv == 0:
         return 0, 0
