@@ -1067,8 +1067,9 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
     shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
-    split: "whole", "turns" (backward.inc.h says what these are), or the number of blocks of a share, at most 8, whatever the
-    threads; None: as is best for these. The bits are the same. On matrix tiles, and without queries, shares are "turns".
+    split: "whole", or of what the items of split heads are (backward.inc.h says what these are), whatever the threads: (keys, 48, 96
+    or 192; blocks of a share, at most 8, or 0: all); None: as is best for these. The bits are the same. On matrix tiles keys are
+    192 and blocks all, as they are without queries.
     """
     cdef fmha_run c
     c.p = problem.c
@@ -1083,12 +1084,11 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
 
 
 def backward_split(Problem problem, int threads):
-    """(how a backward pass of "tiled" splits heads for so many threads, "whole", "turns" or "shares"; blocks of a share, else 0;
-    how many key/value heads are whole; the share of the threads that is busy)."""
+    """How a backward pass of "tiled" splits heads for so many threads: (how many key/value heads are whole; keys of an item of the
+    others; blocks of it, 0: all; the share of the threads that is busy)."""
     cdef fmha_split split
     split_for(&problem.c, threads, &split)
-    way = {FMHA_WHOLE: "whole", FMHA_TURNS: "turns", FMHA_SHARES: "shares"}[split.mode]
-    return way, split.share, split.whole, split.balance
+    return split.whole, split.keys, split.share, split.balance
 
 
 cdef dict cuts = {}             # found before, by the sizes: to find them takes as long as some blocks of work do
@@ -1140,7 +1140,9 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
     split_for(&c.p, threads, &split)
     if wanted is not None:
         split.whole = c.p.B * c.p.Hkv if wanted == "whole" else 0
-        split.share = 0 if isinstance(wanted, str) or c.p.parts > 0 or c.p.Lq == 0 else wanted
+        split.keys, split.share = (FMHA_TILE_KEYS, 0) if wanted == "whole" or c.p.parts > 0 else wanted
+        if c.p.Lq == 0:
+            split.share = 0
         split.together = split.share        # any number of tiles serves
         split.mode = FMHA_WHOLE if wanted == "whole" else FMHA_SHARES if split.share else FMHA_TURNS
     c.share = split.share
@@ -1358,7 +1360,7 @@ cdef fmha_cut packed_heads_cut(const fmha_run *run, const fmha_kernels *kernels,
 cdef fmha_cut packed_mode_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
     # whole heads, or of the others what a backward pass of this mode goes through: all blocks, or all tiles
     cdef fmha_split split
-    split.mode, split.whole, split.share, split.together = FMHA_TURNS, whole, 0, 0
+    split.mode, split.whole, split.keys, split.share, split.together = FMHA_TURNS, whole, FMHA_TILE_KEYS, 0, 0
     return fmha_backward_cut(&run.p, run.mode, &split)
 
 

@@ -161,7 +161,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     int FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
     ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
-    ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
+    ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_SUM_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
     double FMHA_HALF_COST, FMHA_QUARTER_COST, FMHA_RUN_COST
     ptrdiff_t FMHA_RUN_KEYS, FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
@@ -176,7 +176,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     fmha_cut fmha_forward_cut(const fmha_problem *)
     ctypedef struct fmha_split:
         int mode
-        ptrdiff_t whole, share, together
+        ptrdiff_t whole, keys, share, together
         double balance
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, const fmha_split *)
     fmha_split fmha_backward_split(const fmha_problem *, int threads)

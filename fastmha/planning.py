@@ -250,13 +250,10 @@ def _costs_of_pairs(problem: Problem, items: np.ndarray, threads: int) -> np.nda
 def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, int]:
     """The share of the threads that is busy, and the most items of a pass."""
     if backward and BY_NAME[name] is TILED:
-        _, H, Hkv, Lq, Lk, _, _ = problem.shape
-        way, share, whole, busy = _core.backward_split(problem, threads)
-        if way == "whole":
-            return busy, whole
-        row_step, keys = TILED.tile(problem)
-        blocks = -(-Lq * (H // Hkv) // row_step)
-        return busy, -(-Lk // keys) * (-(-blocks // share) if share else 1) * (problem.shape[0] * Hkv - whole)
+        B, H, Hkv, Lq, Lk, _, _ = problem.shape
+        whole, keys, share, busy = _core.backward_split(problem, threads)
+        blocks = -(-Lq * (H // Hkv) // rows) if Hkv else 0
+        return busy, max(whole, (B * Hkv - whole) * -(-Lk // keys) * (-(-blocks // share) if share else 1))
     passes = _passes(problem, name, backward, threads, rows)
     span = sum(makespan(p, threads) for p in passes if p.any())
     work = sum(float(p.sum()) for p in passes)

@@ -3,10 +3,10 @@
  * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
  * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block. A head is one item
  * (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
- * (FMHA_PREPARE), its tiles are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these
- * (FMHA_RESULTS). Where tiles are few for the threads, a tile and some of the blocks are an item (FMHA_SHARES): what each of these blocks
- * gives to dK and dV is kept, and added to the sums of the tile in turn. Nobody waits for an item that nobody works on: these are handed
- * out in order.
+ * (FMHA_PREPARE), its tiles or parts of these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write
+ * these (FMHA_RESULTS). Where these are few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks
+ * gives to dK and dV is added to the sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these
+ * are handed out in order.
  *
  * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
  * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
@@ -387,6 +387,28 @@ static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, pt
     }
 }
 
+/* sums (rows, width) <- sums + a (keys, queries)^T @ x (keys, width) of n keys from key j on, banded: of the spans alone. Each FMHA_SUM_KEYS
+ * keys from key 0 on are a sum of their own, wherever a tile or an item begins. */
+static void FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *a, const REAL *x,
+                                       ptrdiff_t ldx, ptrdiff_t width, REAL *sums)
+{
+    const ptrdiff_t queries = block->queries;
+    for (ptrdiff_t from = 0, to; from < n; from = to) {
+        to = (j + from) / FMHA_SUM_KEYS * FMHA_SUM_KEYS + FMHA_SUM_KEYS - j;
+        if (to > n) to = n;
+        int whole = 1;
+        for (ptrdiff_t v = 0; banded && v < queries / LANES; v++) whole &= block->low[v] <= from && block->high[v] >= to;
+        if (whole) FMHA_NAME(product_columns_add)(block->rows, width, to - from, a + from * queries, queries, x + from * ldx, ldx, sums, width);
+        for (ptrdiff_t q = 0; !whole && q < block->rows; q += LANES) {
+            const ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
+            const ptrdiff_t low = block->low[q / LANES] > from ? block->low[q / LANES] : from;
+            const ptrdiff_t high = block->high[q / LANES] < to ? block->high[q / LANES] : to;
+            if (high > low)
+                FMHA_NAME(product_columns_add)(own, width, high - low, a + low * queries + q, queries, x + low * ldx, ldx, sums + q * width, width);
+        }
+    }
+}
+
 /* The tile that backward_scores has left, of n keys: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or NULL. */
 static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                      int banded, int masked, ptrdiff_t n, const REAL *slope)
@@ -415,10 +437,15 @@ typedef struct {
     int *taken, number;
 } FMHA_NAME(turn);
 
+static int FMHA_NAME(has_come)(const FMHA_NAME(turn) *turn)
+{
+    return __atomic_load_n(turn->taken, __ATOMIC_ACQUIRE) == turn->number;
+}
+
 /* Waits for the turn; 0 if the run is to stop. A turn without a counter is at once. */
 static int FMHA_NAME(wait_for)(const FMHA_NAME(turn) *turn)
 {
-    for (unsigned looks = 1; turn->taken && __atomic_load_n(turn->taken, __ATOMIC_ACQUIRE) != turn->number; looks++)
+    for (unsigned looks = 1; turn->taken && !FMHA_NAME(has_come)(turn); looks++)
         if (!fmha_pool_waits(looks)) return 0;
     return 1;
 }
@@ -470,13 +497,7 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     finite = w->k_finite || !touched;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
-    if (!banded) FMHA_NAME(product_columns_add)(block->rows, width, n, g, queries, rows, ld, grad_q, width);
-    for (ptrdiff_t q = 0; banded && q < block->rows; q += LANES) {
-        ptrdiff_t low = block->low[q / LANES], many = block->high[q / LANES] - low;
-        ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
-        if (many) FMHA_NAME(product_columns_add)(own, width, many, g + low * queries + q, queries, rows + low * ld, ld,
-                                                 grad_q + q * width, width);
-    }
+    FMHA_NAME(product_queries)(block, banded, j, n, g, rows, ld, width, grad_q);
     if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
     return multiplied;
 }
@@ -538,7 +559,7 @@ typedef struct {
     FMHA_NAME(split_head) split;
     int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
     REAL *grad_q;
-    ptrdiff_t share;                    /* blocks, or 0: the head is not split so */
+    ptrdiff_t share, keys;              /* blocks, or 0: the head is not split so; keys of an item, whole tiles or parts of one */
 #if FMHA_TILES
     FMHA_NAME(gradient_memory) tiles;
     FMHA_NAME(gradient_chunk) chunk;
@@ -548,14 +569,14 @@ typedef struct {
 /* The memory of a head that is split, into shares or, where share is 0, not; returns the elements, without memory that is all. */
 static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share, REAL *memory, FMHA_NAME(split_head) *to)
 {
-    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), tiles = share ? fmha_parts(p->Lk, TILE_KEYS) : 0;
+    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), keys = share ? ROUND_UP(p->Lk, FMHA_SUM_KEYS) : 0;
     ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, &to->packed);
     to->grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
     to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     to->finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
-    to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, tiles);
-    to->grad_k = FMHA_NAME(take)(memory, &used, tiles * TILE_KEYS * ROUND_UP(p->D, LANES));
-    to->grad_v = FMHA_NAME(take)(memory, &used, tiles * TILE_KEYS * ROUND_UP(p->Dv, LANES));
+    to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, keys / FMHA_SUM_KEYS);
+    to->grad_k = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->D, LANES));
+    to->grad_v = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->Dv, LANES));
     return ROUND_UP(used, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL));
 }
 
@@ -647,7 +668,7 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     FMHA_NAME(packed) own;
     const ptrdiff_t i0 = x->item.i0;
     const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
-    if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, TILE_KEYS) * sizeof(int));
+    if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, FMHA_SUM_KEYS) * sizeof(int));
     x->split.taken[i0 / BLOCK_ROWS] = 0;
     x->split.finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
     memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
@@ -672,14 +693,51 @@ static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, REAL 
     }
 }
 
-/* Tile j .. j+n and the item's blocks; first: none of these has been prepared. */
+/* What the blocks of an item add to grad_k and grad_v of n keys (keys, width): the sums; and of a share what waits for its turn at them,
+ * one sum for each block. ours: it has its turn; begun: something has been added, by this item or the shares before it. */
+typedef struct {
+    REAL *total_k, *total_v, *kept_k[FMHA_MOST_SHARE], *kept_v[FMHA_MOST_SHARE];
+    ptrdiff_t n;
+    int kept, ours, begun;
+    FMHA_NAME(turn) turn;
+} FMHA_NAME(key_sums);
+
+/* The turn is ours: what was kept is added. */
+static void FMHA_NAME(claim_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums)
+{
+    if (sums->kept > 0) {
+        FMHA_NAME(add_sums)(sums->n, x->width, sums->kept, sums->kept_k, !sums->begun, sums->total_k);
+        FMHA_NAME(add_sums)(sums->n, x->value_width, sums->kept, sums->kept_v, !sums->begun, sums->total_v);
+        sums->begun = 1;
+    }
+    sums->kept = 0;
+    sums->ours = 1;
+}
+
+/* Where a block adds what it has for grad_k and grad_v: to the sums, or in a share whose turn is not yet to some that are kept. Returns
+ * whether there is nothing yet. */
+static int FMHA_NAME(sums_of_block)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums, REAL **of_keys, REAL **of_values)
+{
+    if (!sums->ours && FMHA_NAME(has_come)(&sums->turn)) FMHA_NAME(claim_sums)(x, sums);
+    if (sums->ours) {
+        const int nothing = !sums->begun;
+        sums->begun = 1;
+        *of_keys = sums->total_k;
+        *of_values = sums->total_v;
+        return nothing;
+    }
+    *of_keys = sums->kept_k[sums->kept] = x->w.m.grad_k + sums->kept * TILE_KEYS * x->width;
+    *of_values = sums->kept_v[sums->kept] = x->w.m.grad_v + sums->kept * TILE_KEYS * x->value_width;
+    sums->kept++;
+    return 1;
+}
+
+/* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */
 static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
 {
     const fmha_run *run = x->w.run;
     const fmha_problem *p = &run->p;
-    const ptrdiff_t of_k = TILE_KEYS * x->width, of_v = TILE_KEYS * x->value_width, summed = x->matrix ? TILE_KEYS : n;
-    REAL *sums_k[FMHA_MOST_SHARE] = {x->w.m.grad_k}, *sums_v[FMHA_MOST_SHARE] = {x->w.m.grad_v};
-    int many = 0;       /* sums: one, or one for each block of a share that has met some keys */
+    const ptrdiff_t summed = x->matrix ? TILE_KEYS : n;
     char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
     char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
@@ -687,9 +745,17 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
     const int one = !x->matrix && !x->share && run->cut.rows <= BLOCK_ROWS && p->stored == FMHA_SAME;
     const int direct_k = one && p->D == x->width && run->grad_k.stride[2] == p->D && rest == 1;
     const int direct_v = one && p->Dv == x->value_width && run->grad_v.stride[2] == p->Dv;
+    FMHA_NAME(key_sums) sums = {
+        .total_k = direct_k ? (REAL *)to_k : x->w.m.grad_k, .total_v = direct_v ? (REAL *)to_v : x->w.m.grad_v, .n = n, .ours = 1,
+    };
     int multiplied = 0;
-    if (direct_k) sums_k[0] = (REAL *)to_k;
-    if (direct_v) sums_v[0] = (REAL *)to_v;
+    if (x->share) {
+        sums.turn = (FMHA_NAME(turn)){x->split.shares_taken + j / x->keys, (int)(x->item.i0 / (x->share * BLOCK_ROWS))};
+        sums.total_k = x->split.grad_k + j * x->width;
+        sums.total_v = x->split.grad_v + j * x->value_width;
+        sums.ours = 0;
+        sums.begun = sums.turn.number > 0;
+    }
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
 #endif
@@ -700,19 +766,14 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         if (first) FMHA_NAME(begin_block)(x, &block, &own, wanted);
         ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
         if (low >= high) continue;
-        const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / TILE_KEYS - block.j0 / TILE_KEYS)};
+        const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
         if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
-        const int begins = many == 0 || x->share, writes = begins && !x->matrix && high - low == n;
-        if (begins && x->share) {
-            sums_k[many] = x->w.m.grad_k + many * of_k;
-            sums_v[many] = x->w.m.grad_v + many * of_v;
-        }
+        REAL *of_keys, *of_values;
+        const int begins = FMHA_NAME(sums_of_block)(x, &sums, &of_keys, &of_values), writes = begins && !x->matrix && high - low == n;
         if (begins && !writes) {
-            memset(sums_k[many], 0, (size_t)(summed * x->width) * sizeof(REAL));
-            memset(sums_v[many], 0, (size_t)(summed * x->value_width) * sizeof(REAL));
+            memset(of_keys, 0, (size_t)(summed * x->width) * sizeof(REAL));
+            memset(of_values, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
         }
-        many += begins;
-        REAL *of_keys = sums_k[many - 1], *of_values = sums_v[many - 1];
 #if FMHA_TILES
         if (x->matrix) {
             FMHA_NAME(gradient_rows) rows;
@@ -725,23 +786,19 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
                                                    of_values + (low - j) * x->value_width, own.grad_q, &turn);
         if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn)(&turn);
     }
-    if (x->share) {
-        const FMHA_NAME(turn) turn = {x->split.shares_taken + j / TILE_KEYS, (int)(x->item.i0 / (x->share * BLOCK_ROWS))};
-        REAL *total_k = x->split.grad_k + j * x->width, *total_v = x->split.grad_v + j * x->value_width;
-        if (!FMHA_NAME(wait_for)(&turn)) return;
-        FMHA_NAME(add_sums)(n, x->width, many, sums_k, turn.number == 0, total_k);
-        FMHA_NAME(add_sums)(n, x->value_width, many, sums_v, turn.number == 0, total_v);
-        FMHA_NAME(end_turn)(&turn);
-        if (x->last_row < run->cut.rows) return;
-        sums_k[0] = total_k;
-        sums_v[0] = total_v;
-    } else if (many == 0) {
-        memset(sums_k[0], 0, (size_t)(n * x->width) * sizeof(REAL));
-        memset(sums_v[0], 0, (size_t)(n * x->value_width) * sizeof(REAL));
+    if (!sums.ours) {
+        if (!FMHA_NAME(wait_for)(&sums.turn)) return;
+        FMHA_NAME(claim_sums)(x, &sums);
     }
+    if (!sums.begun) {
+        memset(sums.total_k, 0, (size_t)(n * x->width) * sizeof(REAL));
+        memset(sums.total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
+    }
+    FMHA_NAME(end_turn)(&sums.turn);
+    if (x->share && x->last_row < run->cut.rows) return;
     if (!(direct_k && multiplied))
-        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums_k[0], x->width, to_k, run->grad_k.stride[2]);
-    if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums_v[0], x->value_width, to_v, run->grad_v.stride[2]);
+        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums.total_k, x->width, to_k, run->grad_k.stride[2]);
+    if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums.total_v, x->value_width, to_v, run->grad_v.stride[2]);
 }
 
 /* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
@@ -834,7 +891,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
               .fewest = run->cut.rows <= FEW_QUERIES},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
         .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
-        .share = mode == FMHA_WHOLE ? 0 : run->share,
+        .share = mode == FMHA_WHOLE ? 0 : run->share, .keys = mode == FMHA_WHOLE ? TILE_KEYS : run->cut.col_step,
     };
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
     FMHA_NAME(next) next;

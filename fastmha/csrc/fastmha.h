@@ -115,7 +115,7 @@ typedef struct {
 #define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
 /* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to prepare, a
- * tile of its keys with turns at grad_q, a share of the blocks on a tile with turns at the sums of that, too, a block to write. */
+ * tile of its keys, or a part of one, with turns at grad_q, a share of the blocks on that with turns at its sums, too, a block to write. */
 enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
 
 /* What a pair costs in blocks of half and of a quarter of the rows; and, in runs of a block, what a run leaves and its merging cost. */
@@ -123,9 +123,11 @@ enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
 #define FMHA_QUARTER_COST 1.055
 #define FMHA_RUN_COST 0.0135
 
-/* In products of a block and a tile: what the passes before and behind cost; of a share, the way of the tile's sums from one thread to
- * the next, and of each of its blocks what that adds to them. */
-#define FMHA_SPLIT_COST 3
+/* In products of a block and a tile: what the passes before and behind cost; by how much more the pairs in halves and fourths of a tile
+ * cost; of a share, the way of a tile's sums from one thread to the next, and of each of its blocks what is added to them later. */
+#define FMHA_SPLIT_COST 1
+#define FMHA_HALF_TILE_COST 1.01
+#define FMHA_FOURTH_TILE_COST 1.02
 #define FMHA_MOST_SHARE 8       /* blocks */
 #define FMHA_SUMS_COST 0.1
 #define FMHA_ADDED_COST 0.15
@@ -403,10 +405,11 @@ static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
 }
 
 /* How the heads of a backward pass are split: the first `whole` are items of FMHA_WHOLE, the others in FMHA_TURNS or FMHA_SHARES, of so
- * many blocks on so many tiles `together`, else 0. Mode FMHA_WHOLE: none is split. balance: the share of the threads that is busy. */
+ * many keys, a tile or a half or a fourth of one; a share, else 0, of so many blocks, on so many of those `together`. Mode FMHA_WHOLE:
+ * none is split. balance: the share of the threads that is busy. */
 typedef struct {
     int mode;
-    ptrdiff_t whole, share, together;
+    ptrdiff_t whole, keys, share, together;
     double balance;
 } fmha_split;
 
@@ -418,7 +421,7 @@ static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, const 
     const ptrdiff_t whole = split->whole < cut.last ? split->whole : cut.last;
     if (mode == FMHA_WHOLE) cut.last = whole;
     else cut.first = whole;
-    if (mode == FMHA_TURNS || mode == FMHA_SHARES) cut.col_step = FMHA_TILE_KEYS;
+    if (mode == FMHA_TURNS || mode == FMHA_SHARES) cut.col_step = split->keys;
     if (mode == FMHA_SHARES) cut.row_step = split->share * FMHA_BLOCK_ROWS, cut.together = split->together;
     cut.heads_inside = 1;       /* with causality the first tiles of all heads are the longest */
     return cut;

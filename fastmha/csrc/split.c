@@ -1,8 +1,8 @@
 /* How the work of "tiled" is best cut for so many threads: each way is simulated, and the one that ends first taken.
  *
  * Backward, how heads are split. Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5:
- * scores, dP, dV, dK, and dQ last, which waits for that of the tile before. Items are handed out in order to whoever is free. What a
- * block has to do with a tile is judged by its middle row. */
+ * scores, dP, dV, dK, and dQ last, which waits for that of the keys before. Items are handed out in order to whoever is free. What a
+ * block has to do with some keys is judged by its middle row. */
 #include "fastmha.h"
 
 #include <math.h>
@@ -10,38 +10,47 @@
 
 #define PRODUCTS 5
 #define MOST_MEETINGS (1 << 18)     /* of blocks and tiles of the heads that are split: with more of them all ways are near to even */
-#define MOST_TOGETHER 8             /* tiles: the more threads take turns at one, the longer it holds them up */
+#define MOST_TRIED (1 << 15)        /* of blocks and parts of tiles, and where more heads are split than must be */
+#define EVEN 0.98                   /* of the threads busy: no other way is looked for */
+#define MOST_TOGETHER 8             /* parts of the keys: the more threads take turns at one, the longer it holds them up */
 #define CAUSAL_STAGGER 15           /* products that a tile waits for the one before it on a diagonal: three blocks */
 
 typedef struct {
-    double low, high, rows;         /* the keys of the middle row, in tiles, and the rows, in blocks */
+    double low, high, rows;         /* the keys of the middle row, and the rows, in blocks */
 } span_of_block;
 
 typedef struct {
     const fmha_problem *p;
-    ptrdiff_t tiles, blocks, first, last;       /* heads [first, last) are split */
+    ptrdiff_t blocks, first, last;  /* of a head; heads [first, last) are split */
+    ptrdiff_t keys, parts;          /* of an item of these, and how many such parts a head has */
     int threads;
     span_of_block *spans;           /* (batch rows, blocks), or of one batch row, which stands for all */
     ptrdiff_t step;                 /* from one batch row's to the next one's, 0 where one stands for all */
     double *busy;                   /* until when each thread is, a heap: the first is free first */
-    double *turns_q, *turns_k;      /* (heads, blocks) and (heads, tiles together): when the sums are free */
+    double *turns_q, *turns_k;      /* (heads, blocks) and (heads, parts together): when the sums are free */
 } schedule;
 
-static double meeting(const span_of_block *block, ptrdiff_t tile)
+/* What a product costs of a block and some of the keys. */
+static double meeting(const span_of_block *block, ptrdiff_t from, ptrdiff_t keys)
 {
-    const double low = block->low > (double)tile ? block->low : (double)tile;
-    const double high = block->high < (double)(tile + 1) ? block->high : (double)(tile + 1);
-    return high > low ? (high - low) * block->rows : 0;
+    const double low = block->low > (double)from ? block->low : (double)from;
+    const double high = block->high < (double)(from + keys) ? block->high : (double)(from + keys);
+    return high > low ? (high - low) * block->rows / FMHA_TILE_KEYS : 0;
 }
 
 /* What a head costs by one product. */
 static double cost_of_head(const schedule *s, ptrdiff_t b)
 {
     double cost = 0;
-    for (ptrdiff_t n = 0; n < s->blocks; n++) {
-        const span_of_block *block = s->spans + b * s->step + n;
-        if (block->high > block->low) cost += (block->high - block->low) * block->rows;
-    }
+    for (ptrdiff_t n = 0; n < s->blocks; n++) cost += meeting(s->spans + b * s->step + n, 0, s->p->Lk);
+    return cost;
+}
+
+static double cost_of_heads(const schedule *s, ptrdiff_t first, ptrdiff_t last)
+{
+    if (s->step == 0) return cost_of_head(s, 0) * (double)(last - first);
+    double cost = 0;
+    for (ptrdiff_t n = first; n < last; n++) cost += cost_of_head(s, n / s->p->Hkv);
     return cost;
 }
 
@@ -77,38 +86,44 @@ static double of_whole_heads(schedule *s, ptrdiff_t heads)
     return end(s);
 }
 
-/* An item: blocks [first, last) of a head on a tile and, in a share, of its turn at the sums of that. */
-static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t tile, double *turn_k)
+/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. */
+static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t part, double *turn_k)
 {
     const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->step;
+    const ptrdiff_t from = part * s->keys, keys = s->p->Lk - from < s->keys ? s->p->Lk - from : s->keys;
+    const double of_tile = (double)keys / FMHA_TILE_KEYS, dear = s->keys == FMHA_TILE_KEYS ? 1 : s->keys == FMHA_TILE_KEYS / 2 ? FMHA_HALF_TILE_COST : FMHA_FOURTH_TILE_COST;
     double *turns_q = s->turns_q + head * s->blocks, now = s->busy[0];
-    int many = 0;
+    int many = 0, kept = 0, ours = 0;
     for (ptrdiff_t block = first; block < last; block++) {
-        const double cost = meeting(spans + block, tile);
+        const double cost = meeting(spans + block, from, keys) * dear;
         if (cost == 0) continue;
         many++;
+        if (turn_k && !ours && now >= *turn_k) now += FMHA_ADDED_COST * kept * of_tile, ours = 1;
+        kept += !ours;
         now += (PRODUCTS - 1) * cost;
         now = (now > turns_q[block] ? now : turns_q[block]) + cost;
         turns_q[block] = now;
     }
-    const double keys = (double)(s->p->Lk - tile * FMHA_TILE_KEYS) / FMHA_TILE_KEYS;
-    if (many && turn_k) *turn_k = now = (now > *turn_k ? now : *turn_k) + (FMHA_SUMS_COST + FMHA_ADDED_COST * many) * (keys < 1 ? keys : 1);
+    if (many && turn_k) {
+        if (!ours) now = (now > *turn_k ? now : *turn_k) + FMHA_ADDED_COST * kept * of_tile;
+        *turn_k = now += FMHA_SUMS_COST * of_tile;
+    }
     if (many) take(s, now);
 }
 
-/* In shares of so many blocks, on so many tiles together; 0: tiles are items. */
+/* In shares of so many blocks, on so many parts together; 0: all blocks of a part are an item. */
 static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
 {
     const ptrdiff_t heads = s->last - s->first, step = share ? share : s->blocks;
     begin(s);
     for (ptrdiff_t e = 0; e < heads * s->blocks; e++) s->turns_q[e] = 0;
-    for (ptrdiff_t from = 0; from < s->tiles; from += together) {
-        const ptrdiff_t to = from + together < s->tiles ? from + together : s->tiles;
+    for (ptrdiff_t from = 0; from < s->parts; from += together) {
+        const ptrdiff_t to = from + together < s->parts ? from + together : s->parts;
         for (ptrdiff_t e = 0; e < heads * together; e++) s->turns_k[e] = 0;
         for (ptrdiff_t at = 0; at < fmha_parts(s->blocks, step) + FMHA_SKEW * (to - from - 1); at++)
-            for (ptrdiff_t tile = from, first = at * step; tile < to && first >= 0; tile++, first -= FMHA_SKEW * step)
+            for (ptrdiff_t part = from, first = at * step; part < to && first >= 0; part++, first -= FMHA_SKEW * step)
                 for (ptrdiff_t n = 0; n < heads && first < s->blocks; n++)
-                    share_item(s, n, first, first + step < s->blocks ? first + step : s->blocks, tile, share ? s->turns_k + n * together + tile - from : NULL);
+                    share_item(s, n, first, first + step < s->blocks ? first + step : s->blocks, part, share ? s->turns_k + n * together + part - from : NULL);
     }
     return end(s);
 }
@@ -117,7 +132,7 @@ static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
 static double of_many(const schedule *s, double work, ptrdiff_t share)
 {
     const double even = PRODUCTS * work / s->threads, each = (double)s->threads / (double)(s->last - s->first);
-    const double stagger = (each < (double)s->tiles ? each : (double)s->tiles) * (s->p->banded ? CAUSAL_STAGGER : 1);
+    const double stagger = (each < (double)s->parts ? each : (double)s->parts) * (s->p->banded ? CAUSAL_STAGGER : 1);
     if (share) return even * (1 + (FMHA_ADDED_COST + FMHA_SUMS_COST / (double)share) / PRODUCTS) + (double)(PRODUCTS * share);
     return even + (double)(PRODUCTS * s->blocks) / 2 + stagger;
 }
@@ -131,46 +146,54 @@ static void set_spans(schedule *s)
             const ptrdiff_t i0 = n * FMHA_BLOCK_ROWS, many = rows - i0 < FMHA_BLOCK_ROWS ? rows - i0 : FMHA_BLOCK_ROWS;
             ptrdiff_t j0, j1;
             fmha_row_keys(p, b, (i0 + many / 2) % p->Lq, &j0, &j1);
-            s->spans[b * s->step + n] = (span_of_block){(double)j0 / FMHA_TILE_KEYS, (double)j1 / FMHA_TILE_KEYS, (double)many / FMHA_BLOCK_ROWS};
+            s->spans[b * s->step + n] = (span_of_block){(double)j0, (double)j1, (double)many / FMHA_BLOCK_ROWS};
         }
 }
 
-fmha_split fmha_backward_split(const fmha_problem *p, int threads)
+/* Looks for a better way than the best so far, whose time is *least, with the last heads split into items of so many keys. */
+static void try_ways(schedule *s, ptrdiff_t split, ptrdiff_t keys, double *least, fmha_split *best)
 {
     static const struct { ptrdiff_t share, together; } ways[] = {
         {0, 1}, {8, 1}, {4, 1}, {2, 1}, {1, 1}, {8, 4}, {4, 4}, {2, 4}, {1, 4}, {4, MOST_TOGETHER}, {2, MOST_TOGETHER}, {1, MOST_TOGETHER},
     };
+    s->first = s->last - split;
+    s->keys = keys;
+    s->parts = fmha_parts(s->p->Lk, keys);
+    const double before = s->first ? of_whole_heads(s, s->first) : 0, work = cost_of_heads(s, s->first, s->last);
+    const int many = split * s->blocks * s->parts > MOST_MEETINGS;
+    for (size_t n = 0; n < sizeof ways / sizeof *ways; n++) {
+        const ptrdiff_t share = ways[n].share, together = ways[n].together;
+        if (share && (share >= s->blocks || s->p->parts > 0)) continue;         /* matrix tiles sum in another order */
+        if (together > 1 && split * together > s->threads) continue;
+        const double time = before + FMHA_SPLIT_COST + (many ? of_many(s, work, share) : of_split_heads(s, share, together));
+        if (time >= *least) continue;
+        *least = time;
+        *best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, s->first, keys, share, together, 1};
+    }
+}
+
+fmha_split fmha_backward_split(const fmha_problem *p, int threads)
+{
     const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, blocks = fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
-    fmha_split best = {FMHA_WHOLE, heads, 0, 0, 1};
-    schedule s = {.p = p, .tiles = fmha_parts(p->Lk, FMHA_TILE_KEYS), .blocks = blocks, .first = heads - left, .last = heads, .threads = threads};
+    const ptrdiff_t most = left + threads < heads ? left + threads : heads, finest = p->parts > 0 ? FMHA_TILE_KEYS : FMHA_SUM_KEYS;
+    fmha_split best = {FMHA_WHOLE, heads, FMHA_TILE_KEYS, 0, 0, 1};
+    schedule s = {.p = p, .blocks = blocks, .last = heads, .threads = threads};
     s.step = p->banded || p->key_start || p->key_length ? blocks : 0;
-    if (threads == 1 || heads == 0 || blocks == 0 || s.tiles == 0) return best;
-    const size_t reals = (size_t)(threads + left * blocks + left * MOST_TOGETHER);
+    if (threads == 1 || heads == 0 || blocks == 0 || p->Lk == 0) return best;
     s.spans = malloc((size_t)((s.step ? p->B : 1) * blocks) * sizeof *s.spans);
-    s.busy = malloc(reals * sizeof *s.busy);
+    s.busy = malloc((size_t)(threads + most * (blocks + MOST_TOGETHER)) * sizeof *s.busy);
     if (s.spans && s.busy) {
         s.turns_q = s.busy + threads;
-        s.turns_k = s.turns_q + left * blocks;
+        s.turns_k = s.turns_q + most * blocks;
         set_spans(&s);
-        double work = 0, work_left = 0, least = of_whole_heads(&s, heads);
-        if (s.step == 0) work = PRODUCTS * cost_of_head(&s, 0) * (double)heads, work_left = cost_of_head(&s, 0) * (double)left;
-        for (ptrdiff_t n = 0; s.step && n < heads; n++) {
-            const double cost = cost_of_head(&s, n / p->Hkv);
-            work += PRODUCTS * cost;
-            if (n >= heads - left) work_left += cost;
-        }
-        const int many = left * blocks * s.tiles > MOST_MEETINGS;
-        const double before = left ? of_whole_heads(&s, heads - left) : 0;
-        for (size_t n = 0; left && n < sizeof ways / sizeof *ways; n++) {
-            const ptrdiff_t share = ways[n].share, together = ways[n].together;
-            if (share && (share >= blocks || p->parts > 0)) continue;           /* matrix tiles sum in another order */
-            if (together > 1 && left * together > threads) continue;
-            const double time = before + FMHA_SPLIT_COST + (many ? of_many(&s, work_left, share) : of_split_heads(&s, share, together));
-            if (time >= least) continue;
-            least = time;
-            best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, heads - left, share, together, 1};
-        }
-        if (least > 0) best.balance = work / threads / (least - (best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
+        const double even = PRODUCTS * cost_of_heads(&s, 0, heads) / threads;
+        double least = of_whole_heads(&s, heads);
+        for (ptrdiff_t split = left ? left : most; split <= most; split += threads)
+            for (ptrdiff_t keys = FMHA_TILE_KEYS; keys >= finest && EVEN * least > even; keys /= 2) {
+                const int must = split == left && keys == FMHA_TILE_KEYS;
+                if (must || (split * blocks * fmha_parts(p->Lk, keys) <= MOST_TRIED && keys < 2 * p->Lk)) try_ways(&s, split, keys, &least, &best);
+            }
+        if (least > 0) best.balance = even / (least - (best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
     }
     free(s.spans);
     free(s.busy);

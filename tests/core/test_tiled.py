@@ -172,7 +172,7 @@ SPLIT_CASES = {
     "huge scores": ((1, 2, 2, 140, 400, 8, 8), {"scale": 1e4, "is_causal": True, "offset": 260}),
     "many tiles and blocks": ((1, 2, 1, 700, 2000, 8, 8), {"is_causal": True, "offset": 0}),
 }
-SPLITS = ("turns", 1, 2, 8)
+SPLITS = ((192, 0), (192, 1), (192, 2), (192, 8), (96, 0), (96, 2), (48, 0), (48, 1), (48, 8))     # keys, blocks
 
 
 @dtypes

@@ -279,20 +279,34 @@ def split(B, H, Hkv, L, threads, **rules):
 
 def test_heads_that_the_threads_share_evenly_are_whole():
     for heads, threads in ((8, 8), (16, 8), (24, 4), (5, 1)):
-        way, share, whole, busy = split(1, heads, heads, 1024, threads)
-        assert (way, share, whole) == ("whole", 0, heads)
+        whole, keys, share, busy = split(1, heads, heads, 1024, threads)
+        assert (whole, keys, share) == (heads, 192, 0)
         assert busy == pytest.approx(1)
 
 
-def test_heads_that_are_left_are_split_into_tiles_or_where_these_are_few_into_shares():
-    way, share, whole, busy = split(1, 5, 5, 3000, 4)
-    assert (way, share, whole) == ("turns", 0, 4)
+def test_heads_that_are_left_are_split_into_tiles_and_where_these_are_few_into_shares_of_blocks():
+    whole, keys, _, busy = split(1, 5, 5, 3000, 4)
+    assert (whole, keys) == (4, 192)
     assert busy > 0.98
     for rules in ({}, {"is_causal": True, "offset": 0}):
-        way, share, whole, busy = split(1, 8, 8, 2048, 64, **rules)
-        assert (way, whole) == ("shares", 0)
+        whole, keys, share, busy = split(1, 8, 8, 2048, 64, **rules)
+        assert whole == 0
         assert share in (1, 2, 4, 8)
         assert busy > 0.9
+
+
+def test_where_tiles_are_too_long_parts_of_them_are_items():
+    """One tile a head, and not as many blocks as threads: by whole tiles three of four threads are busy at most."""
+    whole, keys, share, busy = split(3, 1, 1, 192, 4)
+    assert (whole, keys) == (0, 48)
+    assert busy > 0.9
+
+
+def test_more_heads_are_split_than_are_left_where_these_alone_are_too_few_items():
+    """Of 9 heads for 8 threads one is left, with two blocks and one tile."""
+    whole, _, _, busy = split(1, 9, 9, 128, 8)
+    assert whole == 0
+    assert busy > 0.9
 
 
 def test_shares_do_not_queue_for_the_sums_of_one_tile():
@@ -301,14 +315,14 @@ def test_shares_do_not_queue_for_the_sums_of_one_tile():
 
 
 def test_lengths_of_batch_rows_decide_how_heads_are_split():
-    for lengths, way in (([1024, 1024, 1024], "shares"), ([10, 1024, 1024], "whole")):
-        assert split(3, 1, 1, 1024, 2, key_padding_lengths=np.array(lengths))[0] == way
+    for lengths, whole in (([1024, 1024, 1024], 2), ([10, 1024, 1024], 3)):
+        assert split(3, 1, 1, 1024, 2, key_padding_lengths=np.array(lengths))[0] == whole
 
 
 def test_a_backward_pass_too_long_to_be_simulated_is_taken_to_be_even():
     for rules in ({}, {"is_causal": True, "offset": 0}):
-        way, share, whole, busy = split(1, 1, 1, 200_000, 64, **rules)
-        assert (way, whole) != ("whole", 1)
+        whole, keys, share, busy = split(1, 1, 1, 200_000, 64, **rules)
+        assert (whole, keys) == (0, 192)
         assert share in (0, 8)
         assert 0.9 < busy <= 1
 
