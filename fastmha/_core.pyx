@@ -1067,9 +1067,9 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
     shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
-    split: "whole", or of what the items of split heads are (backward.inc.h says what these are), whatever the threads: (keys, 48, 96
-    or 192; blocks of a share, at most 8, or 0: all); None: as is best for these. The bits are the same. On matrix tiles keys are
-    192 and blocks all, as they are without queries.
+    split: "whole", or of what the items of split heads are (backward.inc.h says what these are), whatever the threads: keys, 48,
+    96 or 192, and blocks of a share, at most 8, or 0: all; None: as is best for these. The bits are the same. On matrix tiles
+    keys are 192 and blocks all, as they are without queries.
     """
     cdef fmha_run c
     c.p = problem.c
@@ -1084,8 +1084,8 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
 
 
 def backward_split(Problem problem, int threads):
-    """How a backward pass of "tiled" splits heads for so many threads: (how many key/value heads are whole; keys of an item of the
-    others; blocks of it, 0: all; the share of the threads that is busy)."""
+    """How a backward pass of "tiled" splits heads for so many threads: how many key/value heads are whole; keys of an item of the
+    others; blocks of it, 0: all; the share of the threads that is busy."""
     cdef fmha_split split
     split_for(&problem.c, threads, &split)
     return split.whole, split.keys, split.share, split.balance

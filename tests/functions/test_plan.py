@@ -297,7 +297,7 @@ def test_heads_that_are_left_are_split_into_tiles_and_where_these_are_few_into_s
 
 def test_where_tiles_are_too_long_parts_of_them_are_items():
     """One tile a head, and not as many blocks as threads: by whole tiles three of four threads are busy at most."""
-    whole, keys, share, busy = split(3, 1, 1, 192, 4)
+    whole, keys, _, busy = split(3, 1, 1, 192, 4)
     assert (whole, keys) == (0, 48)
     assert busy > 0.9
 
