@@ -1,7 +1,7 @@
 /* The "tiled" algorithm backward.
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
- * Key tiles outside, query blocks inside; dQ is summed key tile after key tile, dK and dV block after block. A head is one item
+ * Key tiles outside, query blocks inside; dQ is summed FMHA_SUM_KEYS keys after FMHA_SUM_KEYS keys, dK and dV block after block. A head is one item
  * (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
  * (FMHA_PREPARE), its tiles or parts of these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write
  * these (FMHA_RESULTS). Where these are few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks

@@ -86,16 +86,22 @@ static double of_whole_heads(schedule *s, ptrdiff_t heads)
     return end(s);
 }
 
+/* What a pair costs in tiles, or parts of these, of so many keys. */
+static double cost_of_parts(ptrdiff_t keys)
+{
+    return keys == FMHA_TILE_KEYS ? 1 : keys == FMHA_TILE_KEYS / 2 ? FMHA_HALF_TILE_COST : FMHA_FOURTH_TILE_COST;
+}
+
 /* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. */
 static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t part, double *turn_k)
 {
     const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->step;
     const ptrdiff_t from = part * s->keys, keys = s->p->Lk - from < s->keys ? s->p->Lk - from : s->keys;
-    const double of_tile = (double)keys / FMHA_TILE_KEYS, dear = s->keys == FMHA_TILE_KEYS ? 1 : s->keys == FMHA_TILE_KEYS / 2 ? FMHA_HALF_TILE_COST : FMHA_FOURTH_TILE_COST;
+    const double of_tile = (double)keys / FMHA_TILE_KEYS;
     double *turns_q = s->turns_q + head * s->blocks, now = s->busy[0];
     int many = 0, kept = 0, ours = 0;
     for (ptrdiff_t block = first; block < last; block++) {
-        const double cost = meeting(spans + block, from, keys) * dear;
+        const double cost = meeting(spans + block, from, keys) * cost_of_parts(s->keys);
         if (cost == 0) continue;
         many++;
         if (turn_k && !ours && now >= *turn_k) now += FMHA_ADDED_COST * kept * of_tile, ours = 1;
