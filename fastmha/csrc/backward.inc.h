@@ -1,8 +1,8 @@
 /* The "tiled" algorithm backward.
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
- * Key tiles outside, query blocks inside; dQ is summed FMHA_SUM_KEYS keys after FMHA_SUM_KEYS keys, dK and dV block after block. A head is one item
- * (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
+ * Key tiles outside, query blocks inside, those of a long head in sections, one after the other; dQ is summed FMHA_SUM_KEYS keys after
+ * FMHA_SUM_KEYS keys, dK and dV block after block. A head is one item (FMHA_WHOLE), or it is split, with the same bits, for when there are fewer heads than threads: its blocks are prepared
  * (FMHA_PREPARE), its tiles or parts of these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write
  * these (FMHA_RESULTS). Where these are few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks
  * gives to dK and dV is added to the sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these
@@ -45,15 +45,26 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks, and a copy of k; copies of a block of q and grad_out;
  * keys and values, and rows of q and grad_out, where they are converted; sums of P of a block that nobody reads; what few_scores needs;
- * what is kept of all blocks of a head where it is one item. */
+ * what is kept of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in
+ * sections. */
 typedef struct {
     REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
+    REAL *all_grad_k, *all_grad_v;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
 
 static inline ptrdiff_t FMHA_NAME(head_rows)(const fmha_problem *p)
 {
     return ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS);
+}
+
+/* Rows of a section of a head that is one item. All tiles go through a section before the next: what it reads of its rows, and writes, time
+ * and again is then in the second cache, where that of long heads, and of many in a group, would come from the third or from memory. */
+static ptrdiff_t FMHA_NAME(section_rows)(const fmha_problem *p)
+{
+    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), of_row = (3 * p->D + 2 * p->Dv) * (ptrdiff_t)sizeof(REAL);
+    if (p->parts > 0 || rows * of_row <= SECTIONS_FROM) return rows;
+    return of_row * BLOCK_ROWS < SECTION_BYTES ? SECTION_BYTES / of_row / BLOCK_ROWS * BLOCK_ROWS : BLOCK_ROWS;
 }
 
 /* kept_rows: of which something is kept; sums: of a tile, so many. Returns the size in REALs; without memory that is all. */
@@ -74,6 +85,9 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
     m->unread = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH(width > value_width ? width : value_width));
+    const ptrdiff_t all_keys = FMHA_NAME(section_rows)(p) < kept_rows ? p->Lk : 0;
+    m->all_grad_k = FMHA_NAME(take)(memory, &used, all_keys * width);
+    m->all_grad_v = FMHA_NAME(take)(memory, &used, all_keys * value_width);
     return used + FMHA_NAME(packed_layout)(p, kept_rows, memory ? memory + used : NULL, &m->packed);
 }
 
@@ -550,7 +564,8 @@ typedef struct {
 } FMHA_NAME(split_head);
 
 /* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are
- * `packed` and `grad_q`, the sums on matrix tiles; of a head that is split, `split`. */
+ * `packed` and `grad_q`, the sums on matrix tiles, and of all of whose keys `grad_k` and `grad_v`, if other items or sections add to them,
+ * too; of a head that is split, `split`. */
 typedef struct {
     FMHA_NAME(backward) w;
     fmha_item item;
@@ -558,7 +573,7 @@ typedef struct {
     FMHA_NAME(packed) packed;
     FMHA_NAME(split_head) split;
     int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
-    REAL *grad_q;
+    REAL *grad_q, *grad_k, *grad_v;
     ptrdiff_t share, keys;              /* blocks, or 0: the head is not split so; keys of an item, whole tiles or parts of one */
 #if FMHA_TILES
     FMHA_NAME(gradient_memory) tiles;
@@ -749,12 +764,14 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         .total_k = direct_k ? (REAL *)to_k : x->w.m.grad_k, .total_v = direct_v ? (REAL *)to_v : x->w.m.grad_v, .n = n, .ours = 1,
     };
     int multiplied = 0;
+    if (x->grad_k) {
+        sums.total_k = x->grad_k + j * x->width;
+        sums.total_v = x->grad_v + j * x->value_width;
+        sums.begun = x->item.i0 > 0;
+    }
     if (x->share) {
         sums.turn = (FMHA_NAME(turn)){x->split.shares_taken + j / x->keys, (int)(x->item.i0 / (x->share * BLOCK_ROWS))};
-        sums.total_k = x->split.grad_k + j * x->width;
-        sums.total_v = x->split.grad_v + j * x->value_width;
         sums.ours = 0;
-        sums.begun = sums.turn.number > 0;
     }
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
@@ -795,7 +812,7 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         memset(sums.total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
     }
     FMHA_NAME(end_turn)(&sums.turn);
-    if (x->share && x->last_row < run->cut.rows) return;
+    if (x->last_row < run->cut.rows) return;
     if (!(direct_k && multiplied))
         FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums.total_k, x->width, to_k, run->grad_k.stride[2]);
     if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums.total_v, x->value_width, to_v, run->grad_v.stride[2]);
@@ -804,14 +821,24 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
 /* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
 static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
 {
-    const ptrdiff_t rows = ROUND_UP(x->item.rows, BLOCK_ROWS);
+    const fmha_problem *p = &x->w.run->p;
+    const ptrdiff_t rows = x->item.rows, step = FMHA_NAME(section_rows)(p);
     FMHA_NAME(rows) block;
     FMHA_NAME(packed) own;
+    if (step < rows) {
+        x->grad_k = x->w.m.all_grad_k;
+        x->grad_v = x->w.m.all_grad_v;
+    }
     for (int again = 0, done = 0; !done; again = 1) {
-        memset(x->packed.grad_q, 0, (size_t)(x->item.rows * x->width) * sizeof(REAL));
-        if (x->matrix) memset(x->grad_q, 0, (size_t)(rows * x->width) * sizeof(REAL));
-        for (ptrdiff_t j = 0; j < x->last_key; j += TILE_KEYS)
-            FMHA_NAME(gradient_tile_item)(x, j, x->last_key - j < TILE_KEYS ? x->last_key - j : TILE_KEYS, j == 0 && !again);
+        memset(x->packed.grad_q, 0, (size_t)(rows * x->width) * sizeof(REAL));
+        if (x->matrix) memset(x->grad_q, 0, (size_t)(ROUND_UP(rows, BLOCK_ROWS) * x->width) * sizeof(REAL));
+        do {            /* without rows grad_k and grad_v are still written */
+            x->last_row = rows - x->item.i0 < step ? rows : x->item.i0 + step;
+            for (ptrdiff_t j = 0; j < x->last_key; j += TILE_KEYS)
+                FMHA_NAME(gradient_tile_item)(x, j, x->last_key - j < TILE_KEYS ? x->last_key - j : TILE_KEYS, j == 0 && !again);
+            x->item.i0 = x->last_row;
+        } while (x->last_row < rows);
+        x->item.i0 = 0;
         done = 1;
         for (ptrdiff_t i0 = 0; i0 < x->last_row && x->last_key > 0 && !again && x->left; i0 += BLOCK_ROWS) {
             if (!((int)x->packed.kind[i0] & FMHA_NAME(far_block))) continue;
@@ -922,6 +949,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
         FMHA_NAME(split_layout)(p, run->share, (REAL *)run->kept + head * FMHA_NAME(backward_kept)(p, run->share), &x.split);
         x.packed = x.split.packed;
         x.grad_q = x.split.grad_q;
+        if (x.share) x.grad_k = x.split.grad_k, x.grad_v = x.split.grad_v;
     }
     if (mode == FMHA_RESULTS) {
         FMHA_NAME(write_blocks)(&x);

@@ -59,6 +59,10 @@
 
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
+/* Long heads, each an item of a backward pass. */
+#define SECTIONS_FROM    FMHA_OF((1 << 22), (1 << 22), (1 << 22), (1 << 22), (1 << 22))  /* bytes of their rows, with what is kept of these, from which on they have sections, */
+#define SECTION_BYTES    FMHA_OF((5 << 18), (5 << 18), (5 << 18), (5 << 18), (5 << 18))  /* of so many bytes each: the second cache, and a little more */
+
 /* Short heads, each an item. */
 #define NEXT_FAR         FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))  /* bytes that a pass reads, from which on a thread fetches the next head that it will take, */
 #define NEXT_NEAR        FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves, */

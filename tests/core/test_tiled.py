@@ -191,6 +191,32 @@ def test_heads_that_are_split_have_the_gradients_of_whole_ones_bit_for_bit(isa, 
     assert_same(whole, fastmha.attention_backward(arrays[3], *arrays[:3], out, lse, algorithm="tiled", **keywords))
 
 
+SECTION_CASES = {
+    "plain": {}, "causal": {"is_causal": True, "offset": 0}, "window": {"window": (40, 30), "offset": 0},
+    "peaked scores, whose sums decide": {"scale": 1.0}, "huge scores": {"scale": 1e3},
+}
+
+
+@dtypes
+@pytest.mark.parametrize("name", SECTION_CASES)
+def test_long_heads_which_tiles_go_through_in_sections_have_the_gradients_of_split_ones_bit_for_bit(isa, dtype, name, rng):
+    """Four megabytes of rows and more."""
+    arrays = draw(rng, 1, 3, 1, 290, 250, 256, 250, dtype)
+    out, lse = tiled(*arrays[:3], **SECTION_CASES[name])
+    whole = gradients(arrays, out, lse, "whole", 1, **SECTION_CASES[name])
+    for split in ((192, 0), (48, 2)):
+        assert_same(whole, gradients(arrays, out, lse, split, 1, **SECTION_CASES[name]))
+
+
+def test_only_long_heads_have_sums_of_all_keys_for_their_sections():
+    for L, grows in ((100, 0), (5000, 1)):
+        more, less = (
+            _core.tiled_scratch(validate.attention_problem(np.empty((1, 1, L, 64), np.float32), k, k, "BHLD"), True, 1)[0]
+            for k in (np.empty((1, 1, n, 64), np.float32) for n in (2000, 1000))
+        )
+        assert more - less == grows * 2 * 1000 * 64 * 4
+
+
 @dtypes
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("poison", [None, np.nan, np.inf])
