@@ -1067,9 +1067,9 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     """Gradients of the "tiled" algorithm; all arrays with unit last stride. states (B, H, Lq, ROW_STATE), or None: of each row
     shift, inverse and delta, where P = exp(score - shift) * inverse and delta = sum(P dP); without keys nothing is written.
 
-    split: "whole", or of what the items of split heads are (backward.inc.h says what these are), whatever the threads: keys, 48,
-    96 or 192, and blocks of a share, at most 8, or 0: all; None: as is best for these. The bits are the same. On matrix tiles
-    keys are 192 and blocks all, as they are without queries.
+    split: "whole", or of what the items of split heads are (see backward_items.inc.h), whatever the threads: keys, 48, 96 or 192,
+    and blocks of a share, at most 8, or 0: all; None: as is best for these. The bits are the same. On matrix tiles keys are 192
+    and blocks all; without queries blocks are all.
     """
     cdef fmha_run c
     c.p = problem.c

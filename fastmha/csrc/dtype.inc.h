@@ -14,6 +14,11 @@
 #include "matrix_forward.inc.h"
 #endif
 #include "backward.inc.h"
+#if FMHA_TILES
+#include "matrix_backward.inc.h"
+#endif
+#include "backward_items.inc.h"
+#include "mask_gradient.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
 #if FMHA_TILES

@@ -1,4 +1,4 @@
-/* The "tiled" algorithm on matrix tiles, backward: as backward.inc.h, whose loop over tiles and blocks it is part of.
+/* The "tiled" algorithm on matrix tiles, backward: as backward.inc.h, of whose items (backward_items.inc.h) it is part.
  *
  * With lse saved: P^T = exp(S^T - lse), dP^T = v @ dO^T, dS^T = P^T (dP^T - delta). P^T and dS^T are made in float32 and leave as
  * operands: as first ones of dV and dK, whose sums run over queries, and dS^T as second one of dQ^T, whose sum runs over keys; of bfloat16

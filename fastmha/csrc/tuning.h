@@ -6,7 +6,7 @@
 /* Of all instruction sets alike: work is cut into items before it is known who computes them. */
 #define FMHA_BLOCK_ROWS 64      /* query rows of a block of the tiled algorithm, at most */
 #define FMHA_TILE_KEYS 192      /* keys of its tiles: S^T stays in the caches beside what it meets */
-#define FMHA_SUM_KEYS 48        /* of a sum of grad_q, and the fewest of an item of a head that is split: a fourth of a tile */
+#define FMHA_SUM_KEYS (FMHA_TILE_KEYS / 4)     /* of a sum of grad_q, and the fewest of an item of a head that is split */
 #define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
 #define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys of which the decode algorithm has a softmax: by the length alone, whatever the threads */

@@ -1,0 +1,444 @@
+/* The items of the "tiled" algorithm backward.
+ *
+ * Key tiles outside, query blocks inside, those of a long head in sections, one after the other. A head is one item (FMHA_WHOLE), or it is
+ * split, with the same bits, for when there are fewer heads than threads: its blocks are prepared (FMHA_PREPARE), its tiles or parts of
+ * these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these (FMHA_RESULTS). Where these are
+ * few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks gives to dK and dV is added to the
+ * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. */
+
+/* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles have had
+ * their turn at each block, and what was found finite in it; of shares, how many have had theirs at each tile, and its sums of grad_k
+ * (keys, width) and grad_v (keys, value width). */
+typedef struct {
+    FMHA_NAME(packed) packed;
+    REAL *grad_q, *grad_k, *grad_v;
+    int *taken, *finite, *shares_taken;
+} FMHA_NAME(split_head);
+
+/* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are
+ * `packed` and `grad_q`, the sums on matrix tiles, and of all of whose keys `grad_k` and `grad_v`, if other items or sections add to them,
+ * too; of a head that is split, `split`. */
+typedef struct {
+    FMHA_NAME(backward) w;
+    fmha_item item;
+    ptrdiff_t last_row, last_key, width, value_width;
+    FMHA_NAME(packed) packed;
+    FMHA_NAME(split_head) split;
+    int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
+    REAL *grad_q, *grad_k, *grad_v;
+    ptrdiff_t share, keys;              /* blocks, or 0: the head is not split so; keys of an item, whole tiles or parts of one */
+#if FMHA_TILES
+    FMHA_NAME(gradient_memory) tiles;
+    FMHA_NAME(gradient_chunk) chunk;
+#endif
+} FMHA_NAME(gradients);
+
+/* The memory of a head that is split, into shares or, where share is 0, not; returns the elements, without memory that is all. */
+static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share, REAL *memory, FMHA_NAME(split_head) *to)
+{
+    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), keys = share ? ROUND_UP(p->Lk, FMHA_SUM_KEYS) : 0;
+    ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, &to->packed);
+    to->grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
+    to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    to->finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, keys / FMHA_SUM_KEYS);
+    to->grad_k = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->D, LANES));
+    to->grad_v = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->Dv, LANES));
+    return ROUND_UP(used, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL));
+}
+
+static ptrdiff_t FMHA_NAME(backward_kept)(const fmha_problem *p, ptrdiff_t share)
+{
+    FMHA_NAME(split_head) unused;
+    return FMHA_NAME(split_layout)(p, share, NULL, &unused);
+}
+
+/* The block whose first row is i0, what is kept of it, and which of its rows are left to vectors, a bit each. */
+static uint64_t FMHA_NAME(gradient_block)(const FMHA_NAME(gradients) *x, ptrdiff_t i0, FMHA_NAME(rows) *block, FMHA_NAME(packed) *own)
+{
+    const fmha_problem *p = &x->w.run->p;
+    *own = FMHA_NAME(packed_from)(p, &x->packed, i0);
+    FMHA_NAME(block_rows)(p, block, x->item.b, x->item.h, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS);
+    if (x->w.fewest) block->few = x->w.m.few;
+#if FMHA_TILES
+    if (x->matrix) {
+        FMHA_NAME(gradient_rows) rows;
+        FMHA_NAME(gradient_rows_at)(x->w.run, x->item.b, x->item.h, i0, &rows);
+        return *rows.odd;
+    }
+#endif
+    return ALL_ROWS;
+}
+
+/* What is kept of a block is ready, but for its sums of grad_q. */
+static void FMHA_NAME(begin_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *own, uint64_t wanted)
+{
+    if (wanted) FMHA_NAME(prepare_block)(&x->w, block, own, 0, wanted);
+    else *own->kind = 0;
+}
+
+/* Whether the block's far rows have got sums of their own, after it has met all keys. */
+static int FMHA_NAME(mend_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *own, uint64_t wanted)
+{
+    return wanted && (int)*own->kind & FMHA_NAME(far_block) && FMHA_NAME(mended)(&x->w, block, own, wanted);
+}
+
+#define Q_FINITE 1
+#define GRAD_OUT_FINITE 2
+#define K_FINITE 4
+#define ROWS_FINITE (Q_FINITE | GRAD_OUT_FINITE)
+#define ALL_FINITE (ROWS_FINITE | K_FINITE)
+
+static int FMHA_NAME(removes_pairs)(const fmha_problem *p)
+{
+    return p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
+}
+
+static int FMHA_NAME(keys_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j0, ptrdiff_t j1)
+{
+    return FMHA_NAME(finite_rows)(p->stored, j1 - j0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j0), p->k.stride[2]) ? K_FINITE : 0;
+}
+
+/* Of queries i0 .. i0+rows of a head. */
+static int FMHA_NAME(queries_finite)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i0, ptrdiff_t rows)
+{
+    const fmha_problem *p = &run->p;
+    const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, i0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, i0);
+    return (FMHA_NAME(finite_rows)(p->element, rows, p->D, q, p->q.stride[2]) ? Q_FINITE : 0)
+           | (FMHA_NAME(finite_rows)(p->element, rows, p->Dv, g, run->grad_out.stride[2]) ? GRAD_OUT_FINITE : 0);
+}
+
+/* Of the rows of a block and its share of the keys: all blocks together see all of them. */
+static int FMHA_NAME(finite_in_block)(const FMHA_NAME(gradients) *x, const FMHA_NAME(rows) *block, ptrdiff_t n)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t blocks = FMHA_NAME(head_rows)(p) / BLOCK_ROWS;
+    ptrdiff_t valid0, valid1;
+    int finite = ALL_FINITE;
+    if (!FMHA_NAME(removes_pairs)(p)) return finite;
+    fmha_valid_keys(p, block->b, &valid0, &valid1);
+    const ptrdiff_t keys = valid1 - valid0, from = valid0 + keys * n / blocks, to = valid0 + keys * (n + 1) / blocks;
+    if (to > from) finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, block->b, block->hkv, from, to);
+    for (ptrdiff_t r = 0, rows; r < block->rows; r += rows) {
+        rows = p->Lq - block->query[r] < block->rows - r ? p->Lq - block->query[r] : block->rows - r;
+        finite &= ~ROWS_FINITE | FMHA_NAME(queries_finite)(run, block->b, block->head[r], block->query[r], rows);
+    }
+    return finite;
+}
+
+/* FMHA_PREPARE: a block is ready; its far rows have met all keys, in the order and with the sums of FMHA_WHOLE. */
+static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
+{
+    const fmha_problem *p = &x->w.run->p;
+    FMHA_NAME(rows) block;
+    FMHA_NAME(packed) own;
+    const ptrdiff_t i0 = x->item.i0;
+    const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+    if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, FMHA_SUM_KEYS) * sizeof(int));
+    x->split.taken[i0 / BLOCK_ROWS] = 0;
+    x->split.finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
+    memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+    if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+    FMHA_NAME(begin_block)(x, &block, &own, wanted);
+    if (!wanted || !((int)*own.kind & FMHA_NAME(far_block)) || p->Lk == 0) return;
+    for (ptrdiff_t j = block.j0 / TILE_KEYS * TILE_KEYS; j < block.j1 && !fmha_pool_stopped(); j += TILE_KEYS) {
+        ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + TILE_KEYS ? block.j1 : j + TILE_KEYS;
+        int masked, banded = FMHA_NAME(backward_scores)(&x->w, &block, &own, low, high - low, &masked);
+        if (banded >= 0) FMHA_NAME(gradient_tile)(&x->w, &block, &own, banded, masked, high - low, p->softcap != 0 ? x->w.m.slopes : NULL);
+    }
+    FMHA_NAME(mend_block)(x, &block, &own, wanted);
+}
+
+/* total (rows, width) <- total, or 0 where it has not begun, + each of so many sums (TILE_KEYS, width), one after the other. */
+static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, const REAL *sums, int begun, REAL *total)
+{
+    for (ptrdiff_t e = 0; e < rows * width; e += LANES) {
+        VEC all = begun ? v_load(total + e) : v_splat(0);
+        for (int m = 0; m < many; m++) all = all + v_load(sums + m * TILE_KEYS * width + e);
+        v_store(total + e, all);
+    }
+}
+
+/* What the blocks of an item add to grad_k and grad_v of n keys (keys, width): the sums; and of a share how many of its blocks have sums
+ * of their own in the scratch, which wait for its turn. ours: it has its turn; begun: something has been added, by this item or those
+ * before it. */
+typedef struct {
+    REAL *total_k, *total_v;
+    ptrdiff_t n;
+    int kept, ours, begun;
+    FMHA_NAME(turn) turn;
+} FMHA_NAME(key_sums);
+
+/* The turn is ours: what was kept is added. */
+static void FMHA_NAME(claim_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums)
+{
+    if (sums->kept > 0) {
+        FMHA_NAME(add_sums)(sums->n, x->width, sums->kept, x->w.m.grad_k, sums->begun, sums->total_k);
+        FMHA_NAME(add_sums)(sums->n, x->value_width, sums->kept, x->w.m.grad_v, sums->begun, sums->total_v);
+        sums->begun = 1;
+    }
+    sums->kept = 0;
+    sums->ours = 1;
+}
+
+/* Where a block adds what it has for grad_k and grad_v: to the sums, or in a share whose turn is not yet to some that are kept. Returns
+ * whether there is nothing yet. */
+static int FMHA_NAME(sums_of_block)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums, REAL **of_keys, REAL **of_values)
+{
+    if (!sums->ours && FMHA_NAME(has_come)(&sums->turn)) FMHA_NAME(claim_sums)(x, sums);
+    if (sums->ours) {
+        const int nothing = !sums->begun;
+        sums->begun = 1;
+        *of_keys = sums->total_k;
+        *of_values = sums->total_v;
+        return nothing;
+    }
+    *of_keys = x->w.m.grad_k + sums->kept * TILE_KEYS * x->width;
+    *of_values = x->w.m.grad_v + sums->kept * TILE_KEYS * x->value_width;
+    sums->kept++;
+    return 1;
+}
+
+/* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */
+static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t summed = x->matrix ? TILE_KEYS : n;
+    char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
+    char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
+    /* Sums of one block are where they are wanted at once. */
+    const int one = !x->matrix && !x->share && run->cut.rows <= BLOCK_ROWS && p->stored == FMHA_SAME;
+    const int direct_k = one && p->D == x->width && run->grad_k.stride[2] == p->D && rest == 1;
+    const int direct_v = one && p->Dv == x->value_width && run->grad_v.stride[2] == p->Dv;
+    FMHA_NAME(key_sums) sums = {
+        .total_k = direct_k ? (REAL *)to_k : x->w.m.grad_k, .total_v = direct_v ? (REAL *)to_v : x->w.m.grad_v, .n = n, .ours = 1,
+    };
+    int multiplied = 0;
+    if (x->grad_k) {
+        sums.total_k = x->grad_k + j * x->width;
+        sums.total_v = x->grad_v + j * x->value_width;
+        sums.begun = x->item.i0 > 0;
+    }
+    if (x->share) {
+        sums.turn = (FMHA_NAME(turn)){x->split.shares_taken + j / x->keys, (int)(x->item.i0 / (x->share * BLOCK_ROWS))};
+        sums.ours = 0;
+    }
+#if FMHA_TILES
+    if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
+#endif
+    for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row && !fmha_pool_stopped(); i0 += BLOCK_ROWS) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(packed) own;
+        const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+        if (first) FMHA_NAME(begin_block)(x, &block, &own, wanted);
+        ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
+        if (low >= high) continue;
+        const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
+        if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
+        REAL *of_keys, *of_values;
+        const int begins = FMHA_NAME(sums_of_block)(x, &sums, &of_keys, &of_values), writes = begins && !x->matrix && high - low == n;
+        if (begins && !writes) {
+            memset(of_keys, 0, (size_t)(summed * x->width) * sizeof(REAL));
+            memset(of_values, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
+        }
+#if FMHA_TILES
+        if (x->matrix) {
+            FMHA_NAME(gradient_rows) rows;
+            FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys, of_values, x->grad_q + i0 * x->width, &turn);
+        }
+#endif
+        if (wanted)
+            multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes, direct_k ? factor : 1, of_keys + (low - j) * x->width,
+                                                   of_values + (low - j) * x->value_width, own.grad_q, &turn);
+        if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn)(&turn);
+    }
+    if (!sums.ours) {
+        if (!FMHA_NAME(wait_for)(&sums.turn)) return;
+        FMHA_NAME(claim_sums)(x, &sums);
+    }
+    if (!sums.begun) {
+        memset(sums.total_k, 0, (size_t)(n * x->width) * sizeof(REAL));
+        memset(sums.total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
+    }
+    FMHA_NAME(end_turn)(&sums.turn);
+    if (x->last_row < run->cut.rows) return;
+    if (!(direct_k && multiplied))
+        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums.total_k, x->width, to_k, run->grad_k.stride[2]);
+    if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums.total_v, x->value_width, to_v, run->grad_v.stride[2]);
+}
+
+/* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
+static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
+{
+    const fmha_problem *p = &x->w.run->p;
+    const ptrdiff_t rows = x->item.rows, step = FMHA_NAME(section_rows)(p);
+    FMHA_NAME(rows) block;
+    FMHA_NAME(packed) own;
+    if (step < rows) {
+        x->grad_k = x->w.m.all_grad_k;
+        x->grad_v = x->w.m.all_grad_v;
+    }
+    for (int again = 0, done = 0; !done; again = 1) {
+        memset(x->packed.grad_q, 0, (size_t)(rows * x->width) * sizeof(REAL));
+        if (x->matrix) memset(x->grad_q, 0, (size_t)(ROUND_UP(rows, BLOCK_ROWS) * x->width) * sizeof(REAL));
+        do {            /* without rows grad_k and grad_v are still written */
+            x->last_row = rows - x->item.i0 < step ? rows : x->item.i0 + step;
+            for (ptrdiff_t j = 0; j < x->last_key; j += TILE_KEYS)
+                FMHA_NAME(gradient_tile_item)(x, j, x->last_key - j < TILE_KEYS ? x->last_key - j : TILE_KEYS, j == 0 && !again);
+            x->item.i0 = x->last_row;
+        } while (x->last_row < rows);
+        x->item.i0 = 0;
+        done = 1;
+        for (ptrdiff_t i0 = 0; i0 < x->last_row && x->last_key > 0 && !again && x->left; i0 += BLOCK_ROWS) {
+            if (!((int)x->packed.kind[i0] & FMHA_NAME(far_block))) continue;
+            const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+            if (FMHA_NAME(mend_block)(x, &block, &own, wanted)) done = 0;
+        }
+    }
+}
+
+/* The item's rows of grad_q, and what a pass behind this one needs of them. */
+static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t group = p->H / p->Hkv;
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row; i0 += BLOCK_ROWS) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(packed) own;
+        FMHA_NAME(gradient_block)(x, i0, &block, &own);
+#if FMHA_TILES
+        if (x->matrix) {
+            FMHA_NAME(gradient_rows) rows;
+            FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+            FMHA_NAME(add_transposed)(block.rows, block.queries, x->width, x->grad_q + i0 * x->width, own.grad_q);
+            for (ptrdiff_t r = 0; r < block.rows; r++) {
+                if (*rows.odd >> r & 1) continue;
+                own.shift[r] = rows.lse[r];
+                own.inverse[r] = 1;
+                own.delta[r] = rows.delta[r];
+            }
+        }
+#endif
+        for (ptrdiff_t r = 0; r < block.rows; r++) {
+            const ptrdiff_t h = x->item.h * group + (i0 + r) / p->Lq, i = (i0 + r) % p->Lq;
+            FMHA_NAME(write_rows)(p->element, 1, p->D, factor, rest, own.grad_q + r * x->width, x->width,
+                                  FMHA_NAME(row_in)(p->element, &run->grad_q, x->item.b, h, i), 0);
+            if (!run->row_states || p->Lk == 0) continue;
+            REAL *state = (REAL *)run->row_states + ((x->item.b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
+            state[FMHA_ROW_SHIFT] = own.shift[r];
+            state[FMHA_ROW_INVERSE] = own.inverse[r];
+            state[FMHA_ROW_DELTA] = own.delta[r];
+            /* only a sink sees the delta of an empty row, which is 0 whatever grad_out holds */
+            if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, x->item.b, h, i)) state[FMHA_ROW_DELTA] = 0;
+        }
+    }
+}
+
+/* Whether operands are finite, which matters only where pairs are removed; of a head that is split, as its blocks have found. */
+static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t b = x->item.b, hkv = x->item.h, group = p->H / p->Hkv;
+    ptrdiff_t valid0, valid1;
+    int finite = ALL_FINITE;
+    if (x->left && FMHA_NAME(removes_pairs)(p) && x->split.finite) {
+        for (ptrdiff_t n = 0; n < FMHA_NAME(head_rows)(p) / BLOCK_ROWS; n++) finite &= x->split.finite[n];
+    } else if (x->left && FMHA_NAME(removes_pairs)(p)) {
+        fmha_valid_keys(p, b, &valid0, &valid1);
+        finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, b, hkv, valid0, valid1);
+        for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) finite &= ~ROWS_FINITE | FMHA_NAME(queries_finite)(run, b, h, 0, p->Lq);
+    }
+    x->w.q_finite = (finite & Q_FINITE) != 0;
+    x->w.grad_out_finite = (finite & GRAD_OUT_FINITE) != 0;
+    x->w.k_finite = (finite & K_FINITE) != 0;
+}
+
+/* An item of run->mode; matrix: on matrix tiles, but for the rows that these leave. */
+static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
+{
+    const fmha_problem *p = &run->p;
+    const int mode = run->mode;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    FMHA_NAME(gradients) x = {
+        .w = {.run = run, .far = FMHA_NAME(values_far)(p), .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS,
+              .fewest = run->cut.rows <= FEW_QUERIES},
+        .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
+        .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
+        .share = mode == FMHA_WHOLE ? 0 : run->share, .keys = mode == FMHA_WHOLE ? TILE_KEYS : run->cut.col_step,
+    };
+    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    FMHA_NAME(next) next;
+    if (mode == FMHA_WHOLE) x.w.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 1, &next);
+#if FMHA_TILES
+    fmha_run own;
+    if (matrix && mode == FMHA_WHOLE) {
+        own = FMHA_NAME(run_of_head)(run, item.b * p->Hkv + item.h, (char *)scratch);
+        FMHA_NAME(each_of_head)(&own, FMHA_NAME(matrix_cut)(p, 0), FMHA_NAME(gradient_pack_keys), worker);
+        FMHA_NAME(each_of_head)(&own, fmha_forward_cut(p), FMHA_NAME(gradient_pack_rows), worker);
+        scratch += FMHA_NAME(gradient_bytes)(p) / (ptrdiff_t)sizeof(REAL);
+        x.w.run = &own;
+    }
+#endif
+    ptrdiff_t used = FMHA_NAME(item_layout)(p, mode, run->share, scratch, &x.w.m);
+    FMHA_NAME(begin_item)(p);
+    x.packed = x.w.m.packed;
+#if FMHA_TILES
+    if (matrix) {
+        FMHA_NAME(gradient_layout)(p, mode, scratch + ROUND_UP(used, LANES), &x.tiles);
+        x.grad_q = x.tiles.grad_q;
+    }
+#else
+    (void)used;
+#endif
+    if (mode != FMHA_WHOLE) {
+        const ptrdiff_t head = item.b * p->Hkv + item.h - run->cut.first;
+        FMHA_NAME(split_layout)(p, run->share, (REAL *)run->kept + head * FMHA_NAME(backward_kept)(p, run->share), &x.split);
+        x.packed = x.split.packed;
+        x.grad_q = x.split.grad_q;
+        if (x.share) x.grad_k = x.split.grad_k, x.grad_v = x.split.grad_v;
+    }
+    if (mode == FMHA_RESULTS) {
+        FMHA_NAME(write_blocks)(&x);
+        return;
+    }
+#if FMHA_TILES
+    if (matrix) {
+        FMHA_NAME(rows) block;
+        FMHA_NAME(packed) own;
+        x.left = 0;
+        for (ptrdiff_t i0 = item.i0; i0 < x.last_row; i0 += BLOCK_ROWS) x.left |= FMHA_NAME(gradient_block)(&x, i0, &block, &own) != 0;
+        FMHA_NAME(t_configure)();
+    }
+#endif
+    if (mode != FMHA_PREPARE) FMHA_NAME(look_at_operands)(&x);
+    if (mode == FMHA_WHOLE) {
+        FMHA_NAME(whole_item)(&x);
+    } else if (mode == FMHA_PREPARE) {
+        FMHA_NAME(prepare_item)(&x);
+    } else {
+        FMHA_NAME(gradient_tile_item)(&x, item.j0, item.cols, 0);
+    }
+#if FMHA_TILES
+    if (matrix) t_release();
+#endif
+    if (mode == FMHA_WHOLE) FMHA_NAME(write_blocks)(&x);
+}
+
+static void FMHA_NAME(tiled_backward)(void *context, ptrdiff_t index, int worker)
+{
+    FMHA_NAME(backward_item)(0, context, index, worker);
+}
+
+#if FMHA_TILES
+static void FMHA_NAME(matrix_backward)(void *context, ptrdiff_t index, int worker)
+{
+    FMHA_NAME(backward_item)(1, context, index, worker);
+}
+#endif
