@@ -24,7 +24,7 @@ from fastmha._kernels cimport (
     fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks, fmha_forward_cut, fmha_heads_cut, fmha_isa_name,
     fmha_isa_runs, fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of,
     fmha_mask_cut, fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
-    fmha_pool_workers, fmha_problem, fmha_run, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
+    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
     fmha_valid_keys, fmha_waiting_chunks,
 )
 
@@ -961,8 +961,8 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None.
 
-    blocks: rows of a block, 16, 32 or 64, whether each run of keys is an item, and if not how many blocks, the last ones, have so
-    many rows, the others 64, or 0: all; whatever the threads. None: as is best for these. The bits are the same. Not on matrix
+    blocks: rows of a block, 16, 32 or 64, whether each run of keys is an item, and how many blocks, or runs of them, the last
+    ones, have so many rows, the others 64, or 0: all; whatever the threads. None: as is best for these. The bits are the same. Not on matrix
     tiles.
     """
     cdef fmha_run c
@@ -1034,7 +1034,7 @@ cdef int run_by_keys(fmha_run *c, Problem problem, const fmha_blocks *blocks, in
     c.cut = fmha_blocks_cut(&c.p, blocks, True)
     cdef ptrdiff_t parts = fmha_items(&c.cut)
     cdef Scratch scratch = scratch_for(kernels.forward_scratch(&c.p) * problem.itemsize, parts, threads)
-    cdef Scratch runs = Scratch(parts * kernels.run_scratch(&c.p, blocks.rows) * problem.itemsize, 1)
+    cdef Scratch runs = Scratch(fmha_runs_left(&c.p) * kernels.run_scratch(&c.p) * problem.itemsize, 1)
     lend(c, scratch)
     c.chunks = runs.start
     with nogil:
@@ -1226,8 +1226,7 @@ def tiled_scratch(Problem problem, bint backward, int threads):
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, &blocks)
-    cdef fmha_cut runs = fmha_blocks_cut(&problem.c, &blocks, True)
-    cdef ptrdiff_t shared = fmha_items(&runs) * kernels.run_scratch(&problem.c, blocks.rows) if blocks.runs else 0
+    cdef ptrdiff_t shared = fmha_runs_left(&problem.c) * kernels.run_scratch(&problem.c) if blocks.runs else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
 
 
@@ -1547,8 +1546,8 @@ cdef bytearray items_of(const fmha_cut *cut):
 
 
 def forward_blocks(Problem problem, int threads):
-    """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, the last ones, are cut into
-    such, or, if 0, all of them."""
+    """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, or runs of them, the last ones,
+    are cut into such, or, if 0, all of them."""
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, &blocks)
     return blocks.rows, blocks.fine

@@ -110,7 +110,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_run)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*run_scratch)(const fmha_problem *, ptrdiff_t rows) noexcept nogil
+        ptrdiff_t (*run_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_merge)(void *, ptrdiff_t, int) noexcept nogil
         void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
@@ -186,6 +186,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     ctypedef struct fmha_blocks:
         ptrdiff_t rows, fine
         bint runs, heads_inside
+    ptrdiff_t fmha_runs_left(const fmha_problem *)
     fmha_blocks fmha_forward_blocks(const fmha_problem *, int threads, bint runs)
     bint fmha_blocks_vary(const fmha_problem *, int threads)
     fmha_cut fmha_blocks_cut(const fmha_problem *, const fmha_blocks *, bint runs)

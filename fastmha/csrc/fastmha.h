@@ -199,9 +199,9 @@ typedef struct {
     /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
-    /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements, and over blocks. */
+    /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements of fmha_run_rows rows, and over blocks. */
     void (*tiled_run)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*run_scratch)(const fmha_problem *p, ptrdiff_t rows);       /* of blocks of so many rows */
+    ptrdiff_t (*run_scratch)(const fmha_problem *p);
     void (*tiled_merge)(void *context, ptrdiff_t item, int worker);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*weights_scratch)(const fmha_problem *p);
@@ -360,8 +360,8 @@ static inline int fmha_by_heads(const fmha_problem *p, int threads)
     return many && fmha_busy(heads, threads);
 }
 
-/* How a forward pass is cut: into blocks of so many rows, or, if `fine`, of FMHA_BLOCK_ROWS, of which so many, the last ones, are cut into
- * such; each whole or, unless some are fine, in runs of its keys; and whether the longest blocks of all heads come first, which evens out
+/* How a forward pass is cut: into blocks of so many rows, each whole or in runs of its keys; or, if `fine`, of FMHA_BLOCK_ROWS, of which,
+ * or of whose runs, so many, the last ones, are cut into such; and whether the longest blocks of all heads come first, which evens out
  * the end, or head after head, whose keys then stay in a cache. The bits are the same. */
 typedef struct {
     ptrdiff_t rows, fine;
@@ -371,15 +371,30 @@ typedef struct {
 /* The best for so many threads. runs: whether blocks may be cut into runs. */
 fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs);
 
+/* runs: of the pass over runs of keys; the pass behind it merges them in blocks of the fewer rows, all of them. */
 static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks *blocks, int runs)
 {
     fmha_cut cut = fmha_forward_cut(p);
-    if (!blocks->fine) cut.row_step = blocks->rows;
-    cut.fine = blocks->fine;
+    cut.fine = blocks->runs && !runs ? 0 : blocks->fine;
+    if (!cut.fine) cut.row_step = blocks->rows;
     cut.pieces = FMHA_BLOCK_ROWS / blocks->rows;
     cut.heads_inside = blocks->heads_inside;
     if (runs) cut.col_step = FMHA_RUN_KEYS;
     return cut;
+}
+
+/* Of how many rows what a run of keys leaves lies together: of a whole block, however it is cut, or of all rows where these are fewer. */
+static inline ptrdiff_t fmha_run_rows(const fmha_problem *p)
+{
+    const ptrdiff_t rows = fmha_heads_cut(p).rows, least = FMHA_BLOCK_ROWS / 4;
+    return rows < FMHA_BLOCK_ROWS ? (rows + least - 1) / least * least : FMHA_BLOCK_ROWS;
+}
+
+/* How many of these a pass over runs of keys leaves. */
+static inline ptrdiff_t fmha_runs_left(const fmha_problem *p)
+{
+    const fmha_cut cut = fmha_forward_cut(p);
+    return fmha_items(&cut) * fmha_parts(p->Lk, FMHA_RUN_KEYS);
 }
 
 #define FMHA_FEW_THREADS 4      /* up to which heads come one after the other */

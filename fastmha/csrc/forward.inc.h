@@ -25,10 +25,10 @@ static ptrdiff_t FMHA_NAME(softmaxes_layout)(const fmha_problem *p, ptrdiff_t ro
     return used;
 }
 
-static ptrdiff_t FMHA_NAME(run_scratch)(const fmha_problem *p, ptrdiff_t rows)
+static ptrdiff_t FMHA_NAME(run_scratch)(const fmha_problem *p)
 {
     FMHA_NAME(softmaxes) unused;
-    return FMHA_NAME(softmaxes_layout)(p, rows, NULL, &unused);
+    return FMHA_NAME(softmaxes_layout)(p, fmha_run_rows(p), NULL, &unused);
 }
 
 /* For so many keys at a time, TILE_KEYS or more. Returns the size in REALs; without memory that is all. */
@@ -236,7 +236,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         } else {
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, copy, &ldv);
         }
-        const int more = far && start + TILE_KEYS < last;
+        const int more = far && start + TILE_KEYS < block->j1;
         for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
             const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;
             const ptrdiff_t own = banded && block->rows - q > LANES ? LANES : block->rows - q;
@@ -442,13 +442,15 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }
 
-/* What the run of keys `place` of all blocks has left. */
-static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, ptrdiff_t place)
+/* What the run of keys from key j on has left of an item's rows. */
+static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const fmha_item *item, ptrdiff_t j)
 {
-    const ptrdiff_t rows = run->cut.row_step;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t blocks = fmha_parts(run->cut.rows, BLOCK_ROWS), runs = fmha_parts(p->Lk, FMHA_RUN_KEYS), row = item->i0 % BLOCK_ROWS;
+    const ptrdiff_t place = ((item->b * p->Hkv + item->h) * blocks + item->i0 / BLOCK_ROWS) * runs + j / FMHA_RUN_KEYS;
     FMHA_NAME(softmaxes) of;
-    FMHA_NAME(softmaxes_layout)(&run->p, rows, (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(&run->p, rows), &of);
-    return of;
+    FMHA_NAME(softmaxes_layout)(p, fmha_run_rows(p), (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(p), &of);
+    return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES)};
 }
 
 /* Item: one block of rows against one run of keys. */
@@ -458,7 +460,8 @@ static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     FMHA_NAME(forward_memory) m;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, fmha_place(&run->cut, &item));
+    if (item.rows == 0) return;
+    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, &item, item.j0);
     const int meets = FMHA_NAME(meets_run)(&block, item.j0);
     if (meets || item.j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item.j0, &to);     /* others are left out of the merging */
     if (!meets && item.j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
@@ -477,16 +480,15 @@ static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     FMHA_NAME(forward_memory) m;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    const ptrdiff_t runs = fmha_parts(p->Lk, FMHA_RUN_KEYS), place = fmha_place(&run->cut, &item) * runs;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(p);
-    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, place);
+    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, &item, 0);
     memcpy(sums.peak, first.peak, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.total, first.total, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.out, first.out, (size_t)(block.rows * block.value_width) * sizeof(REAL));
-    for (ptrdiff_t n = 1; n < runs; n++) {
-        const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, place + n);
-        if (FMHA_NAME(meets_run)(&block, n * FMHA_RUN_KEYS)) FMHA_NAME(merge_run)(&block, &of, &sums);
+    for (ptrdiff_t j = FMHA_RUN_KEYS; j < p->Lk; j += FMHA_RUN_KEYS) {
+        const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, &item, j);
+        if (FMHA_NAME(meets_run)(&block, j)) FMHA_NAME(merge_run)(&block, &of, &sums);
     }
     FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(touched)(p, &block, 0, p->Lk));
 }

@@ -12,7 +12,7 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first, which have the most keys with causality */
     int heads_inside;               /* heads change first, else last */
-    ptrdiff_t fine, pieces;         /* so many items, the last ones, are cut once more, into so many pieces of rows; where columns are not cut */
+    ptrdiff_t fine, pieces;         /* so many items, the last ones, are cut once more, into so many pieces of rows */
     ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
 } fmha_cut;
 
@@ -98,14 +98,6 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
         item.rows = left < 0 ? 0 : left < step ? left : step;
     }
     return item;
-}
-
-/* The number of an item in the order of heads, rows and columns, whatever the order of the cut. */
-static inline ptrdiff_t fmha_place(const fmha_cut *cut, const fmha_item *item)
-{
-    const ptrdiff_t row = cut->row_step ? item->i0 / cut->row_step : 0, col = cut->col_step ? item->j0 / cut->col_step : 0;
-    const ptrdiff_t head = item->b * cut->heads + item->h - cut->first;
-    return (head * fmha_parts(cut->rows, cut->row_step) + row) * fmha_parts(cut->cols, cut->col_step) + col;
 }
 
 /* Matrices, one per batch row, in slices of rows and columns. */

@@ -236,9 +236,10 @@ static double cost_of_block(const fmha_problem *p, const fmha_item *item, double
 static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int threads, double *busy)
 {
     const fmha_cut cut = fmha_blocks_cut(p, blocks, blocks->runs);
+    const fmha_cut merges = fmha_blocks_cut(p, blocks, 0);
     const ptrdiff_t items = fmha_items(&cut), runs = blocks->runs ? fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
     const ptrdiff_t large = blocks->fine ? items - blocks->fine * cut.pieces : 0;      /* items, before the others */
-    const ptrdiff_t merged = runs ? (items / runs + threads - 1) / threads : 0;         /* blocks that the busiest thread merges */
+    const ptrdiff_t merged = runs ? (fmha_items(&merges) + threads - 1) / threads : 0;  /* blocks that the busiest thread merges */
     const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows), factor = cost_of_pair(blocks->rows);
     ptrdiff_t n = 0;
     schedule s = {.threads = threads, .busy = busy};
@@ -262,7 +263,7 @@ static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int th
 fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs)
 {
     const fmha_cut cut = fmha_forward_cut(p);
-    const ptrdiff_t whole = fmha_items(&cut), over = whole % threads;
+    const ptrdiff_t whole = fmha_items(&cut);
     const ptrdiff_t parts = fmha_parts(p->Lk, FMHA_RUN_KEYS), left = whole * FMHA_BLOCK_ROWS * (p->Dv + 2);
     const int few = parts > 1 && whole < FMHA_MANY_BLOCKS * threads && left <= MOST_LEFT / parts;
     fmha_blocks best = {.rows = FMHA_BLOCK_ROWS, .heads_inside = p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
@@ -270,9 +271,9 @@ fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs)
     double *busy = malloc((size_t)threads * sizeof *busy), least = INFINITY;
     for (int way = 0; busy && way < (runs && few ? 2 : 1); way++)
         for (ptrdiff_t rows = FMHA_BLOCK_ROWS; rows >= FMHA_BLOCK_ROWS / 4; rows /= 2) {
-            const ptrdiff_t fine[] = {0, over, over + threads};
-            for (int n = 0; n < (way || rows == FMHA_BLOCK_ROWS ? 1 : 3); n++) {
-                if (fine[n] >= whole || (n && fine[n] == 0)) continue;
+            const ptrdiff_t items = way ? whole * parts : whole, over = items % threads, fine[] = {0, over, over + threads};
+            for (int n = 0; n < (rows == FMHA_BLOCK_ROWS ? 1 : 3); n++) {
+                if (fine[n] >= items || (n && fine[n] == 0)) continue;
                 const fmha_blocks blocks = {rows, fine[n], way, best.heads_inside};
                 const double time = of_blocks(p, &blocks, threads, busy);
                 if (time < least) least = time, best = blocks;

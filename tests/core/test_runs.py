@@ -12,6 +12,7 @@ from fastmha import _core
 from fastmha.validate import Rules, attention_problem
 
 RUN = 768
+ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])
 SHAPES = [  # H, Hkv, Lq, Lk, D, Dv
     (1, 1, 1, RUN, 8, 8),
     (1, 1, 65, RUN + 1, 9, 8),
@@ -51,7 +52,8 @@ def test_runs_of_keys_agree_with_the_oracle_and_have_the_bits_of_one_item(shape,
             assert same_bits(x, y)
 
 
-CUTS = [(rows, runs, 0) for rows in (16, 32, 64) for runs in (False, True)] + [(16, False, 1), (32, False, 2), (16, False, 3)]
+CUTS = [(rows, runs, 0) for rows in (16, 32, 64) for runs in (False, True)] + [
+    (16, False, 1), (32, False, 2), (16, False, 3), (16, True, 1), (32, True, 2), (16, True, 5), (32, True, 4)]
 
 
 def cut_forward(q, k, v, cut, threads, weights=False, **rules):
@@ -159,6 +161,24 @@ def test_a_plan_knows_that_runs_of_keys_keep_threads_busy():
     busy = {n: fastmha.plan(q, k, k, num_threads=n, algorithm="tiled") for n in (1, 2, 8)}
     assert min(plan.balance for plan in busy.values()) > 0.9
     assert busy[8].scratch_bytes > 8 * busy[1].scratch_bytes        # what the runs leave
-    items = _core.items(fastmha.validate.attention_problem(q, k, k, "BHLD", fastmha.validate.Rules()), "tiled", False, 0, 8)
-    parts, blocks = (len(x) // 48 for x in items)
-    assert parts == -(-100_000 // RUN) * blocks
+    by_runs, merged = forward_items(q, k, 8)
+    assert (by_runs["rows"] * by_runs["keys"]).sum() == 64 * 100_000 and by_runs["keys"].max() == RUN
+    assert merged["rows"].sum() == 64
+
+
+def forward_items(q, k, threads):
+    problem = attention_problem(q, k, k, "BHLD", Rules())
+    return [np.frombuffer(x, ITEM) for x in _core.items(problem, "tiled", False, 0, threads)]
+
+
+@pytest.mark.parametrize(("threads", "heads", "L", "most"), [(64, 1, 3139, 0.92), (64, 3, 2226, 0.93), (192, 1, 9003, 0.94)])
+def test_runs_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, heads, L, most):
+    """Each pair is in one item; runs of whole blocks, or of blocks of 16 rows throughout, leave more of the threads idle."""
+    x = np.broadcast_to(np.float32(0), (1, heads, L, 64))
+    by_runs, merged = forward_items(x, x, threads)
+    assert set(by_runs["rows"][: threads]) == {64} and set(by_runs["rows"][-threads:]) <= {0, L % 16, 16, 32}
+    met = np.zeros((heads, L, -(-L // RUN)), int)
+    for item in by_runs:
+        met[item["head"], item["row"] : item["row"] + item["rows"], item["key"] // RUN] += 1
+    assert (met == 1).all() and merged["rows"].sum() == heads * L
+    assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled").balance > most
