@@ -962,8 +962,8 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     C-contiguous or None.
 
     blocks: rows of a block, 16, 32 or 64, whether each run of keys is an item, and how many blocks, or runs of them, the last
-    ones, have so many rows, the others 64, or 0: all; whatever the threads. None: as is best for these. The bits are the same. Not on matrix
-    tiles.
+    ones, have so many rows, the others 64, or 0: all; whatever the threads. None: as is best for these. The bits are the same.
+    Not on matrix tiles.
     """
     cdef fmha_run c
     cdef fmha_blocks named

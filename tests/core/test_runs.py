@@ -162,7 +162,8 @@ def test_a_plan_knows_that_runs_of_keys_keep_threads_busy():
     assert min(plan.balance for plan in busy.values()) > 0.9
     assert busy[8].scratch_bytes > 8 * busy[1].scratch_bytes        # what the runs leave
     by_runs, merged = forward_items(q, k, 8)
-    assert (by_runs["rows"] * by_runs["keys"]).sum() == 64 * 100_000 and by_runs["keys"].max() == RUN
+    assert (by_runs["rows"] * by_runs["keys"]).sum() == 64 * 100_000
+    assert by_runs["keys"].max() == RUN
     assert merged["rows"].sum() == 64
 
 
@@ -176,9 +177,11 @@ def test_runs_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, head
     """Each pair is in one item; runs of whole blocks, or of blocks of 16 rows throughout, leave more of the threads idle."""
     x = np.broadcast_to(np.float32(0), (1, heads, L, 64))
     by_runs, merged = forward_items(x, x, threads)
-    assert set(by_runs["rows"][: threads]) == {64} and set(by_runs["rows"][-threads:]) <= {0, L % 16, 16, 32}
+    assert set(by_runs["rows"][: threads]) == {64}
+    assert set(by_runs["rows"][-threads:]) <= {0, L % 16, 16, 32}
     met = np.zeros((heads, L, -(-L // RUN)), int)
     for item in by_runs:
         met[item["head"], item["row"] : item["row"] + item["rows"], item["key"] // RUN] += 1
-    assert (met == 1).all() and merged["rows"].sum() == heads * L
+    assert (met == 1).all()
+    assert merged["rows"].sum() == heads * L
     assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled").balance > most
