@@ -10,9 +10,9 @@
 
 #define PRODUCTS 5
 #define MOST_MEETINGS (1 << 18)     /* of blocks and tiles of the heads that are split: with more of them all ways are near to even */
-#define MOST_TRIED (1 << 15)        /* of blocks and parts of tiles, and where more heads are split than must be */
+#define MOST_TRIED 192              /* for each thread, of blocks and parts of tiles, and where more heads are split than must be */
 #define EVEN 0.98                   /* of the threads busy: no other way is looked for */
-#define MOST_TOGETHER 8             /* parts of the keys: the more threads take turns at one, the longer it holds them up */
+#define MOST_TOGETHER 32            /* parts of the keys */
 #define CAUSAL_STAGGER 15           /* products that a tile waits for the one before it on a diagonal: three blocks */
 
 typedef struct {
@@ -28,6 +28,7 @@ typedef struct {
     ptrdiff_t step;                 /* from one batch row's to the next one's, 0 where one stands for all */
     double *busy;                   /* until when each thread is, a heap: the first is free first */
     double *turns_q, *turns_k;      /* (heads, blocks) and (heads, parts together): when the sums are free */
+    double limit;                   /* a way that takes longer is of no interest */
 } schedule;
 
 /* What a product costs of a block and some of the keys. */
@@ -92,8 +93,9 @@ static double cost_of_parts(ptrdiff_t keys)
     return keys == FMHA_TILE_KEYS ? 1 : keys == FMHA_TILE_KEYS / 2 ? FMHA_HALF_TILE_COST : FMHA_FOURTH_TILE_COST;
 }
 
-/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. */
-static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t part, double *turn_k)
+/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. Returns when it ends,
+ * 0 if it has nothing to do. */
+static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t part, double *turn_k)
 {
     const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->step;
     const ptrdiff_t from = part * s->keys, keys = s->p->Lk - from < s->keys ? s->p->Lk - from : s->keys;
@@ -114,10 +116,12 @@ static void share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t l
         if (!ours) now = (now > *turn_k ? now : *turn_k) + FMHA_ADDED_COST * kept * of_tile;
         *turn_k = now += FMHA_SUMS_COST * of_tile;
     }
-    if (many) take(s, now);
+    if (!many) return 0;
+    take(s, now);
+    return now;
 }
 
-/* In shares of so many blocks, on so many parts together; 0: all blocks of a part are an item. */
+/* In shares of so many blocks, on so many parts together; 0: all blocks of a part are an item. INFINITY where that is beyond the limit. */
 static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
 {
     const ptrdiff_t heads = s->last - s->first, step = share ? share : s->blocks;
@@ -128,8 +132,10 @@ static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
         for (ptrdiff_t e = 0; e < heads * together; e++) s->turns_k[e] = 0;
         for (ptrdiff_t at = 0; at < fmha_parts(s->blocks, step) + FMHA_SKEW * (to - from - 1); at++)
             for (ptrdiff_t part = from, first = at * step; part < to && first >= 0; part++, first -= FMHA_SKEW * step)
-                for (ptrdiff_t n = 0; n < heads && first < s->blocks; n++)
-                    share_item(s, n, first, first + step < s->blocks ? first + step : s->blocks, part, share ? s->turns_k + n * together + part - from : NULL);
+                for (ptrdiff_t n = 0; n < heads && first < s->blocks; n++) {
+                    const ptrdiff_t last = first + step < s->blocks ? first + step : s->blocks;
+                    if (share_item(s, n, first, last, part, share ? s->turns_k + n * together + part - from : NULL) >= s->limit) return INFINITY;
+                }
     }
     return end(s);
 }
@@ -156,26 +162,29 @@ static void set_spans(schedule *s)
         }
 }
 
-/* Looks for a better way than the best so far, whose time is *least, with the last heads split into items of so many keys. */
+/* Looks for a better way than the best so far, whose time is *least, with the last heads split into items of so many keys. Where at least as
+ * many shares are under way as there are threads, a share finds that its turn has come, and keeps nothing; where they are fewer, threads
+ * wait less for the sums of a block. */
 static void try_ways(schedule *s, ptrdiff_t split, ptrdiff_t keys, double *least, fmha_split *best)
 {
-    static const struct { ptrdiff_t share, together; } ways[] = {
-        {0, 1}, {8, 1}, {4, 1}, {2, 1}, {1, 1}, {8, 4}, {4, 4}, {2, 4}, {1, 4}, {4, MOST_TOGETHER}, {2, MOST_TOGETHER}, {1, MOST_TOGETHER},
-    };
+    static const ptrdiff_t shares[] = {FMHA_MOST_SHARE, 4, 2, 1};
     s->first = s->last - split;
     s->keys = keys;
     s->parts = fmha_parts(s->p->Lk, keys);
     const double before = s->first ? of_whole_heads(s, s->first) : 0, work = cost_of_heads(s, s->first, s->last);
+    const double even = PRODUCTS * work * cost_of_parts(keys) / s->threads, ahead = before + FMHA_SPLIT_COST;
     const int many = split * s->blocks * s->parts > MOST_MEETINGS;
-    for (size_t n = 0; n < sizeof ways / sizeof *ways; n++) {
-        const ptrdiff_t share = ways[n].share, together = ways[n].together;
-        if (share && (share >= s->blocks || s->p->parts > 0)) continue;         /* matrix tiles sum in another order */
-        if (together > 1 && split * together > s->threads) continue;
-        const double time = before + FMHA_SPLIT_COST + (many ? of_many(s, work, share) : of_split_heads(s, share, together));
-        if (time >= *least) continue;
-        *least = time;
-        *best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, s->first, keys, share, together, 1};
-    }
+    for (ptrdiff_t together = 1; together <= MOST_TOGETHER && (together == 1 || together < 2 * s->parts); together *= 2)
+        for (int n = together == 1 ? -1 : 0; n < (int)(sizeof shares / sizeof *shares); n++) {
+            const ptrdiff_t share = n < 0 ? 0 : shares[n];
+            if (share && (share >= s->blocks || s->p->parts > 0)) continue;         /* matrix tiles sum in another order */
+            s->limit = *least - ahead;
+            if (even * (share ? 1 + FMHA_SUMS_COST / (double)(PRODUCTS * share) : 1) >= s->limit) continue;
+            const double time = ahead + (many ? of_many(s, work, share) : of_split_heads(s, share, together));
+            if (time >= *least) continue;
+            *least = time;
+            *best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, s->first, keys, share, together, 1};
+        }
 }
 
 fmha_split fmha_backward_split(const fmha_problem *p, int threads)
@@ -197,7 +206,7 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads)
         for (ptrdiff_t split = left ? left : most; split <= most; split += threads)
             for (ptrdiff_t keys = FMHA_TILE_KEYS; keys >= finest && EVEN * least > even; keys /= 2) {
                 const int must = split == left && keys == FMHA_TILE_KEYS;
-                if (must || (split * blocks * fmha_parts(p->Lk, keys) <= MOST_TRIED && keys < 2 * p->Lk)) try_ways(&s, split, keys, &least, &best);
+                if (must || (split * blocks * fmha_parts(p->Lk, keys) <= MOST_TRIED * (ptrdiff_t)threads && keys < 2 * p->Lk)) try_ways(&s, split, keys, &least, &best);
             }
         if (least > 0) best.balance = even / (least - (best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
     }
