@@ -18,7 +18,7 @@ from fastmha.algorithms import ALGORITHMS, AUTO, BLAS, BY_NAME, DECODE, TILED, A
 from fastmha.precision import how, parts_of
 from fastmha.tuning import Tuning
 
-_ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
+ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])      # of `_core.items`
 
 OF_ONE_KEY: Mapping[str, str] = MappingProxyType({
     BLAS.name: "one key, whose weight is 1 whatever its score: gradients of the score are exactly 0 by its own sums of P and dP",
@@ -220,7 +220,7 @@ def makespan(items: np.ndarray, threads: int) -> float:
 def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> list[np.ndarray]:
     """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
     B, H, Hkv, _, _, _, _ = problem.shape
-    passes = [np.frombuffer(items, _ITEM) for items in _core.items(problem, name, backward, rows, threads)]
+    passes = [np.frombuffer(items, ITEM) for items in _core.items(problem, name, backward, rows, threads)]
     if BY_NAME[name] is DECODE:         # any chunk with keys to read as a whole one; to merge them is next to nothing
         chunks, heads = passes
         low, high = _key_ranges(problem)

@@ -199,7 +199,8 @@ typedef struct {
     /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
-    /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements of fmha_run_rows rows, and over blocks. */
+    /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements, of fmha_run_rows rows, and
+     * over blocks. */
     void (*tiled_run)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*run_scratch)(const fmha_problem *p);
     void (*tiled_merge)(void *context, ptrdiff_t item, int worker);

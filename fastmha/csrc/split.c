@@ -206,7 +206,8 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads)
         for (ptrdiff_t split = left ? left : most; split <= most; split += threads)
             for (ptrdiff_t keys = FMHA_TILE_KEYS; keys >= finest && EVEN * least > even; keys /= 2) {
                 const int must = split == left && keys == FMHA_TILE_KEYS;
-                if (must || (split * blocks * fmha_parts(p->Lk, keys) <= MOST_TRIED * (ptrdiff_t)threads && keys < 2 * p->Lk)) try_ways(&s, split, keys, &least, &best);
+                const int few = split * blocks * fmha_parts(p->Lk, keys) <= MOST_TRIED * (ptrdiff_t)threads;
+                if (must || (few && keys < 2 * p->Lk)) try_ways(&s, split, keys, &least, &best);
             }
         if (least > 0) best.balance = even / (least - (best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
     }

@@ -8,11 +8,10 @@ import pytest
 from support import all_dtypes, assert_close, draw, every_isa, oracle, same_bits
 
 import fastmha
-from fastmha import _core
+from fastmha import _core, planning
 from fastmha.validate import Rules, attention_problem
 
 RUN = 768
-ITEM = np.dtype([(name, np.intp) for name in ("b", "head", "row", "rows", "key", "keys")])
 SHAPES = [  # H, Hkv, Lq, Lk, D, Dv
     (1, 1, 1, RUN, 8, 8),
     (1, 1, 65, RUN + 1, 9, 8),
@@ -97,6 +96,12 @@ def test_blocks_of_any_rows_have_the_same_bits_with_weights_and_with_nan_and_inf
         assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, **rules)))
 
 
+def forward_items(q, k, threads, **rules):
+    """The items of each pass of a forward pass of so many threads."""
+    problem = attention_problem(q, k, k, "BHLD", Rules(**rules))
+    return [np.frombuffer(x, planning.ITEM) for x in _core.items(problem, "tiled", False, 0, threads)]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_many_threads_with_few_blocks_each_are_kept_busy_by_smaller_ones(causal):
     """Whole blocks would leave a third of them idle: 256 for 192 threads."""
@@ -104,9 +109,8 @@ def test_many_threads_with_few_blocks_each_are_kept_busy_by_smaller_ones(causal)
         x = np.broadcast_to(np.float32(0), (B, H, L, 64))
         plan = fastmha.plan(x, x, x, num_threads=192, algorithm="tiled", is_causal=causal, offset=0 if causal else None)
         assert plan.balance > 0.83
-        problem = attention_problem(x, x, x, "BHLD", Rules(is_causal=causal, offset=0 if causal else None))
-        items = np.frombuffer(_core.items(problem, "tiled", False, 0, 192)[0], np.dtype((np.intp, 6)))
-        assert items[:, 3].max() < 64 or len(items) > B * H * L // 64
+        items = forward_items(x, x, 192, is_causal=causal, offset=0 if causal else None)[0]
+        assert items["rows"].max() < 64 or len(items) > B * H * L // 64
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -167,13 +171,8 @@ def test_a_plan_knows_that_runs_of_keys_keep_threads_busy():
     assert merged["rows"].sum() == 64
 
 
-def forward_items(q, k, threads):
-    problem = attention_problem(q, k, k, "BHLD", Rules())
-    return [np.frombuffer(x, ITEM) for x in _core.items(problem, "tiled", False, 0, threads)]
-
-
-@pytest.mark.parametrize(("threads", "heads", "L", "most"), [(64, 1, 3139, 0.92), (64, 3, 2226, 0.93), (192, 1, 9003, 0.94)])
-def test_runs_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, heads, L, most):
+@pytest.mark.parametrize(("threads", "heads", "L", "busy"), [(64, 1, 3139, 0.92), (64, 3, 2226, 0.93), (192, 1, 9003, 0.94)])
+def test_runs_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, heads, L, busy):
     """Each pair is in one item; runs of whole blocks, or of blocks of 16 rows throughout, leave more of the threads idle."""
     x = np.broadcast_to(np.float32(0), (1, heads, L, 64))
     by_runs, merged = forward_items(x, x, threads)
@@ -184,4 +183,4 @@ def test_runs_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, head
         met[item["head"], item["row"] : item["row"] + item["rows"], item["key"] // RUN] += 1
     assert (met == 1).all()
     assert merged["rows"].sum() == heads * L
-    assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled").balance > most
+    assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled").balance > busy

@@ -314,8 +314,9 @@ def test_shares_do_not_queue_for_the_sums_of_one_tile():
     assert split(1, 1, 1, 16384, 64)[-1] > 0.9
 
 
-def test_as_many_shares_are_under_way_as_there_are_threads_where_their_turns_then_have_come():
-    """With fewer, each keeps sums of its own until its turn, and adds them later: at best 0.90 and 0.89 busy."""
+def test_sixteen_threads_are_busy_with_few_causal_heads():
+    """By as many shares under way as there are threads: with fewer, each keeps sums of its own until its turn and adds them
+    later, which leaves 0.90 and 0.89 busy at best."""
     for B, H, Hkv, L in ((3, 4, 2, 583), (1, 16, 8, 390)):
         assert split(B, H, Hkv, L, 16, is_causal=True, offset=0)[-1] > 0.92
 
