@@ -23,9 +23,9 @@ from fastmha._kernels cimport (
     fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cut, fmha_decode_cut, fmha_finish, fmha_finish_at,
     fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks, fmha_forward_cut, fmha_heads_cut, fmha_isa_name,
     fmha_isa_runs, fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of,
-    fmha_mask_cut, fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
-    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
-    fmha_valid_keys, fmha_waiting_chunks,
+    fmha_mask_cut, fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown,
+    fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task,
+    fmha_tile_product, fmha_valid_keys, fmha_waiting_chunks,
 )
 
 
@@ -90,7 +90,8 @@ def pool_workers():
 
 
 def pool_shutdown():
-    fmha_pool_shutdown()
+    with nogil:             # the run that it waits for may ask for the GIL
+        fmha_pool_shutdown()
 
 
 # ------------------------------------------------------------------------------------------------ arrays, scratch, runs
@@ -178,10 +179,10 @@ cdef class Scratch:
 
     def __cinit__(self, ptrdiff_t size, int threads):
         cdef int n, best = -1
-        self.threads = threads
-        self.size = (size + FMHA_CACHE_LINE - 1) // FMHA_CACHE_LINE * FMHA_CACHE_LINE + FMHA_CACHE_LINE
         if size > (<ptrdiff_t>1 << 62) // (threads + 1):
             raise MemoryError(f"no memory for {threads} times {size} bytes of scratch")
+        self.threads = threads
+        self.size = (size + FMHA_CACHE_LINE - 1) // FMHA_CACHE_LINE * FMHA_CACHE_LINE + FMHA_CACHE_LINE
         cdef ptrdiff_t wanted = self.size * threads + FMHA_CACHE_LINE
         for n in range(KEPT):
             if kept_bytes[n] >= wanted and (best < 0 or kept_bytes[n] < kept_bytes[best]):
@@ -299,8 +300,14 @@ cdef int signals_raise() noexcept nogil:
 
 
 cdef int finish() except -1:
-    """After a run: what a signal handler has raised meanwhile. The results are undefined then."""
-    return -1 if PyErr_Occurred() != NULL else 0
+    """After a run: what a signal handler has raised meanwhile, or that it forked this process. The results are undefined then."""
+    cdef bint lost = fmha_pool_lost()
+    if PyErr_Occurred() != NULL:
+        return -1
+    if lost:
+        raise RuntimeError("a signal handler forked the process in the middle of this call, whose threads the child does not "
+                           "have: in the child it has no result")
+    return 0
 
 
 fmha_pool_ask(signals_raise)
@@ -993,7 +1000,7 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks 
     if named != NULL and c.p.parts == 0:
         blocks = named[0]
     else:
-        blocks_for(&c.p, threads, c.weights == NULL, &blocks)
+        blocks_for(&c.p, threads, c.weights == NULL, True, &blocks)
     c.cut = fmha_blocks_cut(&c.p, &blocks, False)
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
@@ -1011,19 +1018,22 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks 
     return finish()
 
 
-cdef int blocks_for(const fmha_problem *p, int threads, bint runs, fmha_blocks *blocks) except -1:
-    """`fmha_forward_blocks`, remembered where it takes a simulation."""
+cdef int blocks_for(const fmha_problem *p, int threads, bint runs, bint running, fmha_blocks *blocks) except -1:
+    """`fmha_forward_blocks`, remembered where it takes a simulation. running: see `cuts`."""
     cdef object key, found
+    cdef int quick = False
     if not fmha_blocks_vary(p, threads):
-        blocks[0] = fmha_forward_blocks(p, threads, runs)
+        blocks[0] = fmha_forward_blocks(p, threads, runs, &quick)
         return 0
     key = sizes_of(p, threads, 1 + runs)
     found = cuts.get(key)
-    if found is None:
-        blocks[0] = fmha_forward_blocks(p, threads, runs)
-        remember(key, blocks[0])
+    if found is None or found[1]:
+        quick = running and found is None
+        with nogil:
+            blocks[0] = fmha_forward_blocks(p, threads, runs, &quick)
+        remember(key, (blocks[0], quick))
     else:
-        blocks[0] = found
+        blocks[0] = found[0]
     return 0
 
 
@@ -1083,17 +1093,28 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
     run_tiled_backward(&c, problem, split, threads)
 
 
-def backward_split(Problem problem, int threads):
+def backward_split(Problem problem, int threads, bint quick=False):
     """How a backward pass of "tiled" splits heads for so many threads: how many key/value heads are whole; keys of an item of the
-    others; blocks of it, 0: all; the share of the threads that is busy."""
+    others; blocks of it, 0: all; the share of the threads that is busy. quick: for sizes that it meets for the first time."""
     cdef fmha_split split
-    split_for(&problem.c, threads, &split)
+    cdef int short = quick
+    if quick:
+        split = fmha_backward_split(&problem.c, threads, &short)
+    else:
+        split_for(&problem.c, threads, False, &split)
     return split.whole, split.keys, split.share, split.balance
 
 
-cdef dict cuts = {}             # found before, by the sizes: to find them takes as long as some blocks of work do
+# Cuts found before, by the sizes, and whether a quick look found them: for many threads to look at all ways can take as long
+# as the pass. So a pass looks quickly where it meets sizes for the first time, which may be the last, and thoroughly the second.
+cdef dict cuts = {}
 cdef enum:
     MOST_CUTS = 256
+
+
+def remembered_cuts():
+    """(cut, whether a quick look that left ways out has found it) of each pass that is remembered. For tests."""
+    return list(cuts.values())
 
 
 cdef int remember(object key, object cut) except -1:
@@ -1109,19 +1130,22 @@ cdef object sizes_of(const fmha_problem *p, int threads, int of):
             row_numbers(p.offset if p.banded else NULL, p.B), row_numbers(p.key_start, p.B), row_numbers(p.key_length, p.B))
 
 
-cdef int split_for(const fmha_problem *p, int threads, fmha_split *split) except -1:
-    """`fmha_backward_split`, remembered."""
+cdef int split_for(const fmha_problem *p, int threads, bint running, fmha_split *split) except -1:
+    """`fmha_backward_split`, remembered. running: see `cuts`."""
     cdef object key, found
+    cdef int quick = False
     if threads == 1:                # nothing is split: tiny calls
-        split[0] = fmha_backward_split(p, threads)
+        split[0] = fmha_backward_split(p, threads, &quick)
         return 0
     key = sizes_of(p, threads, 0)
     found = cuts.get(key)
-    if found is None:
-        split[0] = fmha_backward_split(p, threads)
-        remember(key, split[0])
+    if found is None or found[1]:
+        quick = running and found is None
+        with nogil:
+            split[0] = fmha_backward_split(p, threads, &quick)
+        remember(key, (split[0], quick))
     else:
-        split[0] = found
+        split[0] = found[0]
     return 0
 
 
@@ -1137,7 +1161,7 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
     cdef int mode
     cdef fmha_split split
     threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
-    split_for(&c.p, threads, &split)
+    split_for(&c.p, threads, True, &split)
     if wanted is not None:
         split.whole = c.p.B * c.p.Hkv if wanted == "whole" else 0
         split.keys, split.share = (FMHA_TILE_KEYS, 0) if wanted == "whole" or c.p.parts > 0 else wanted
@@ -1211,7 +1235,7 @@ def tiled_scratch(Problem problem, bint backward, int threads):
     if problem.c.Hkv == 0:
         return 0, 0
     if backward:
-        split_for(&problem.c, threads, &split)
+        split_for(&problem.c, threads, False, &split)
         split_heads = heads - split.whole
         scratch = kernels.gradient_scratch if on_tiles else kernels.backward_scratch
         of_whole = scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
@@ -1225,7 +1249,7 @@ def tiled_scratch(Problem problem, bint backward, int threads):
         return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     cdef fmha_blocks blocks
-    blocks_for(&problem.c, threads, True, &blocks)
+    blocks_for(&problem.c, threads, True, False, &blocks)
     cdef ptrdiff_t shared = fmha_runs_left(&problem.c) * kernels.run_scratch(&problem.c) if blocks.runs else 0
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
 
@@ -1545,11 +1569,15 @@ cdef bytearray items_of(const fmha_cut *cut):
     return table
 
 
-def forward_blocks(Problem problem, int threads):
+def forward_blocks(Problem problem, int threads, bint quick=False):
     """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, or runs of them, the last ones,
-    are cut into such, or, if 0, all of them."""
+    are cut into such, or, if 0, all of them. quick: for sizes that it meets for the first time."""
     cdef fmha_blocks blocks
-    blocks_for(&problem.c, threads, True, &blocks)
+    cdef int short = quick
+    if quick:
+        blocks = fmha_forward_blocks(&problem.c, threads, True, &short)
+    else:
+        blocks_for(&problem.c, threads, True, False, &blocks)
     return blocks.rows, blocks.fine
 
 
@@ -1570,7 +1598,7 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
     if name == "decode":
         first, second = fmha_decode_cut(&problem.c, threads), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
-    blocks_for(&problem.c, threads, True, &blocks)
+    blocks_for(&problem.c, threads, True, False, &blocks)
     first, second = fmha_blocks_cut(&problem.c, &blocks, False), fmha_blocks_cut(&problem.c, &blocks, True)
     return [items_of(&second), items_of(&first)] if blocks.runs else [items_of(&first)]
 

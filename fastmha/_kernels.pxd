@@ -179,7 +179,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t whole, keys, share, together
         double balance
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, const fmha_split *)
-    fmha_split fmha_backward_split(const fmha_problem *, int threads)
+    fmha_split fmha_backward_split(const fmha_problem *, int threads, int *quick)
     ptrdiff_t fmha_chunks(const fmha_problem *)
     ptrdiff_t fmha_waiting_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
@@ -187,7 +187,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t rows, fine
         bint runs, heads_inside
     ptrdiff_t fmha_runs_left(const fmha_problem *)
-    fmha_blocks fmha_forward_blocks(const fmha_problem *, int threads, bint runs)
+    fmha_blocks fmha_forward_blocks(const fmha_problem *, int threads, bint runs, int *quick)
     bint fmha_blocks_vary(const fmha_problem *, int threads)
     fmha_cut fmha_blocks_cut(const fmha_problem *, const fmha_blocks *, bint runs)
     bint fmha_by_heads(const fmha_problem *, int threads)
@@ -202,6 +202,7 @@ cdef extern from "csrc/pool.h" nogil:
     int fmha_pool_run(fmha_task, void *, ptrdiff_t, int)
     void fmha_pool_ask(int (*question)() noexcept nogil)
     int fmha_pool_stopped()
+    int fmha_pool_lost()
     int fmha_pool_workers()
     void fmha_pool_shutdown()
 

@@ -7,12 +7,13 @@
  * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. */
 
 /* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles have had
- * their turn at each block, and what was found finite in it; of shares, how many have had theirs at each tile, and its sums of grad_k
- * (keys, width) and grad_v (keys, value width). */
+ * their turn at each block, and what was found finite in it; of shares, which keys [from[n], to[n]) block n attends, how many have had their
+ * turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width). */
 typedef struct {
     FMHA_NAME(packed) packed;
     REAL *grad_q, *grad_k, *grad_v;
     int *taken, *finite, *shares_taken;
+    ptrdiff_t *from, *to;
 } FMHA_NAME(split_head);
 
 /* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are
@@ -37,8 +38,11 @@ typedef struct {
 static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share, REAL *memory, FMHA_NAME(split_head) *to)
 {
     const ptrdiff_t rows = FMHA_NAME(head_rows)(p), keys = share ? ROUND_UP(p->Lk, FMHA_SUM_KEYS) : 0;
+    const ptrdiff_t ends = share ? rows / BLOCK_ROWS * (ptrdiff_t)(sizeof(ptrdiff_t) / sizeof(REAL)) : 0;
     ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, &to->packed);
     to->grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
+    to->from = (ptrdiff_t *)FMHA_NAME(take)(memory, &used, ends);
+    to->to = (ptrdiff_t *)FMHA_NAME(take)(memory, &used, ends);
     to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     to->finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, keys / FMHA_SUM_KEYS);
@@ -136,6 +140,7 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     const ptrdiff_t i0 = x->item.i0;
     const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
     if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, FMHA_SUM_KEYS) * sizeof(int));
+    if (x->share) x->split.from[i0 / BLOCK_ROWS] = block.j0, x->split.to[i0 / BLOCK_ROWS] = block.j1;
     x->split.taken[i0 / BLOCK_ROWS] = 0;
     x->split.finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
     memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
@@ -200,6 +205,26 @@ static int FMHA_NAME(sums_of_block)(const FMHA_NAME(gradients) *x, FMHA_NAME(key
     return 1;
 }
 
+/* The item's turn, a share's, at the sums of keys j .. j+n: those before it that attend some of these have theirs first. last: none has its
+ * turn later, so that it writes the sums. Returns whether it has one: it attends some, or is the last one where no share does. */
+static int FMHA_NAME(turn_of_share)(const FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, FMHA_NAME(turn) *turn, int *last)
+{
+    const ptrdiff_t blocks = FMHA_NAME(head_rows)(&x->w.run->p) / BLOCK_ROWS, own = x->item.i0 / BLOCK_ROWS;
+    int meets = 0, later = 0;
+    *turn = (FMHA_NAME(turn)){x->split.shares_taken + j / x->keys, 0};
+    for (ptrdiff_t share = 0; share < blocks && !later; share += x->share)
+        for (ptrdiff_t block = share; block < share + x->share && block < blocks; block++) {
+            const ptrdiff_t low = x->split.from[block] > j ? x->split.from[block] : j;
+            if (low >= x->split.to[block] || low >= j + n) continue;
+            if (share < own) turn->number++;
+            else if (share == own) meets = 1;
+            else later = 1;
+            break;
+        }
+    *last = !later && (meets || (turn->number == 0 && x->last_row == x->w.run->cut.rows));
+    return meets || *last;
+}
+
 /* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */
 static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
 {
@@ -216,14 +241,15 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
     FMHA_NAME(key_sums) sums = {
         .total_k = direct_k ? (REAL *)to_k : x->w.m.grad_k, .total_v = direct_v ? (REAL *)to_v : x->w.m.grad_v, .n = n, .ours = 1,
     };
-    int multiplied = 0;
+    int multiplied = 0, last = x->last_row == run->cut.rows;
     if (x->grad_k) {
         sums.total_k = x->grad_k + j * x->width;
         sums.total_v = x->grad_v + j * x->value_width;
         sums.begun = x->item.i0 > 0;
     }
     if (x->share) {
-        sums.turn = (FMHA_NAME(turn)){x->split.shares_taken + j / x->keys, (int)(x->item.i0 / (x->share * BLOCK_ROWS))};
+        if (!FMHA_NAME(turn_of_share)(x, j, n, &sums.turn, &last)) return;
+        sums.begun = sums.turn.number > 0;
         sums.ours = 0;
     }
 #if FMHA_TILES
@@ -265,7 +291,7 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         memset(sums.total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
     }
     FMHA_NAME(end_turn)(&sums.turn);
-    if (x->last_row < run->cut.rows) return;
+    if (!last) return;
     if (!(direct_k && multiplied))
         FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums.total_k, x->width, to_k, run->grad_k.stride[2]);
     if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums.total_v, x->value_width, to_v, run->grad_v.stride[2]);

@@ -369,8 +369,9 @@ typedef struct {
     int runs, heads_inside;
 } fmha_blocks;
 
-/* The best for so many threads. runs: whether blocks may be cut into runs. */
-fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs);
+/* The best for so many threads. runs: whether blocks may be cut into runs. quick: whether to look for as long as about a tenth of the pass
+ * takes; becomes whether that has left ways out. */
+fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, int *quick);
 
 /* runs: of the pass over runs of keys; the pass behind it merges them in blocks of the fewer rows, all of them. */
 static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks *blocks, int runs)
@@ -429,7 +430,8 @@ typedef struct {
     double balance;
 } fmha_split;
 
-fmha_split fmha_backward_split(const fmha_problem *p, int threads);
+/* The best for so many threads; quick: as above. */
+fmha_split fmha_backward_split(const fmha_problem *p, int threads, int *quick);
 
 static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, const fmha_split *split)
 {

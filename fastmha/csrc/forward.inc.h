@@ -480,6 +480,7 @@ static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     FMHA_NAME(forward_memory) m;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    if (item.rows == 0) return;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(p);
     const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, &item, 0);

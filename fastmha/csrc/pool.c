@@ -33,6 +33,7 @@
 static int (*volatile question)(void);
 static THREAD_LOCAL int stopped;
 static THREAD_LOCAL clock_t asked;
+static THREAD_LOCAL uint64_t control; /* of floating point, of the caller */
 
 void fmha_pool_ask(int (*asks)(void)) { question = asks; }
 
@@ -40,7 +41,11 @@ int fmha_pool_stopped(void)
 {
     int (*const asks)(void) = question;
     if (!stopped && asks && clock() - asked > CLOCKS_PER_SEC / 20) {
-        stopped = asks() != 0;
+        const uint64_t ours = fmha_control();
+        fmha_set_control(control);
+        const int answer = asks() != 0; /* it may have called another run */
+        fmha_set_control(ours);
+        stopped = answer;
         asked = clock();
     }
     return stopped;
@@ -49,14 +54,20 @@ int fmha_pool_stopped(void)
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
 {
     (void)threads;
-    const uint64_t before = fmha_flush_subnormals();
+    const uint64_t before = fmha_flush_subnormals(), outer = control;
     stopped = 0;
     asked = clock();
+    control = before;
     for (ptrdiff_t item = 0; item < items && !fmha_pool_stopped(); item++)
         task(context, item, 0);
+    const int ended = !stopped;
+    stopped = 0;
+    control = outer;
     fmha_set_control(before);
-    return !stopped;
+    return ended;
 }
+
+int fmha_pool_lost(void) { return 0; }
 
 int fmha_pool_waits(unsigned looks)
 {
@@ -81,6 +92,8 @@ enum {
     SPIN_NANOSECONDS = 50000, /* about what it costs to sleep and be woken again */
     LOOKS_PER_CLOCK = 32,     /* looks at the gate between two looks at the clock */
     LOOKS_PER_YIELD = 256,    /* looks of a task that waits before it gives its CPU away: some microseconds */
+    LOOKS_PER_NAP = 8192,     /* before it sleeps between looks: a millisecond or more */
+    NAP_NANOSECONDS = 50000,
     LOOKS_PER_QUESTION = 4,   /* looks at the flag between two looks at the clock */
     CACHE_LINE = 64
 };
@@ -136,7 +149,10 @@ static inline void pause_briefly(void)
 static _Atomic(int (*)(void)) question;
 static _Thread_local atomic_int *stop_flag; /* of the run that this thread works on, NULL outside runs */
 static _Thread_local int64_t ask_at;        /* when its caller asks next; 0 in workers */
-static _Thread_local unsigned looks;        /* the clock costs as much as a tiny item */
+static _Thread_local unsigned questions;    /* not put: the clock costs as much as a tiny item */
+static _Thread_local uint64_t control;      /* of floating point, of the caller: what the question asks runs with it */
+static _Thread_local atomic_int *led;       /* the flag of the run with workers that this thread began, NULL if none is under way */
+static _Thread_local int lost;              /* whether a run has lost its workers to a fork */
 
 void fmha_pool_ask(int (*asks)(void)) { atomic_store(&question, asks); }
 
@@ -144,8 +160,11 @@ void fmha_pool_ask(int (*asks)(void)) { atomic_store(&question, asks); }
 static void ask(void)
 {
     int (*const asks)(void) = atomic_load_explicit(&question, memory_order_relaxed);
+    const uint64_t ours = fmha_control();
+    fmha_set_control(control);
     if (asks && asks())
         atomic_store_explicit(stop_flag, 1, memory_order_relaxed);
+    fmha_set_control(ours);
     ask_at = nanoseconds() + ASK_NANOSECONDS;
 }
 
@@ -153,7 +172,7 @@ int fmha_pool_stopped(void)
 {
     if (!stop_flag)
         return 0;
-    if (ask_at && ++looks % LOOKS_PER_QUESTION == 0 && nanoseconds() > ask_at)
+    if (ask_at && ++questions % LOOKS_PER_QUESTION == 0 && nanoseconds() > ask_at)
         ask();
     return atomic_load_explicit(stop_flag, memory_order_relaxed);
 }
@@ -162,10 +181,14 @@ int fmha_pool_waits(unsigned looks)
 {
     if (looks % LOOKS_PER_CLOCK == 0 && fmha_pool_stopped())
         return 0;
-    if (looks < LOOKS_PER_YIELD)
+    if (looks < LOOKS_PER_YIELD) {
         pause_briefly();
-    else
+    } else if (looks < LOOKS_PER_NAP) {
         sched_yield(); /* the other one may be without a CPU */
+    } else {           /* for long, or of a priority that does not get this one */
+        const struct timespec nap = {0, NAP_NANOSECONDS};
+        nanosleep(&nap, NULL);
+    }
     return 1;
 }
 
@@ -174,13 +197,16 @@ static int run_serially(fmha_task task, void *context, ptrdiff_t items)
     const uint64_t before = fmha_flush_subnormals();
     atomic_int *const outer_flag = stop_flag; /* of a run whose task calls this one */
     const int64_t outer_ask = ask_at;
+    const uint64_t outer_control = control;
     atomic_int stop = 0;
     stop_flag = &stop;
     ask_at = nanoseconds() + ASK_NANOSECONDS;
+    control = before;
     for (ptrdiff_t item = 0; item < items && !fmha_pool_stopped(); item++)
         task(context, item, 0);
     stop_flag = outer_flag;
     ask_at = outer_ask;
+    control = outer_control;
     fmha_set_control(before);
     return !atomic_load_explicit(&stop, memory_order_relaxed);
 }
@@ -349,10 +375,16 @@ static void await_workers(void)
     pthread_mutex_unlock(&pool.lock);
 }
 
-/* Only the forking thread lives on in the child: forget the workers, and whatever the other threads were doing. */
+/* Only the forking thread lives on in the child: forget the workers, and whatever the other threads were doing. A run that this thread
+   has under way, which has asked a question that forks, has lost what its workers were doing: it stops. */
 static void reset_in_child(void)
 {
     pool.running = pool.lock = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+    if (led) {
+        pthread_mutex_lock(&pool.running);
+        atomic_store_explicit(led, 1, memory_order_relaxed);
+        lost = 1;
+    }
     pool.wake = pool.done = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
     atomic_fetch_and(&pool.gate, STOP);
     atomic_store(&pool.sleeping, 0);
@@ -405,8 +437,12 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
     pool.items = items;
     pool.cpu = this_cpu();
     atomic_int stop = 0;
-    pool.stop = &stop;
+    atomic_int *const outer_flag = stop_flag; /* of a serial run that has asked a question that calls this one */
+    const int64_t outer_ask = ask_at;
+    const uint64_t outer_control = control;
+    pool.stop = led = &stop;
     ask_at = nanoseconds() + ASK_NANOSECONDS;
+    control = fmha_control();
     atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
     atomic_store(&pool.gate, (unsigned)slots * SLOT); /* releases the job; see sleep_till_called for the stronger order */
     const int awake = atomic_load_explicit(&pool.workers, memory_order_relaxed) - atomic_load(&pool.sleeping);
@@ -415,10 +451,19 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
 
     work(0);
     await_workers();
-    stop_flag = NULL;
-    ask_at = 0;
+    stop_flag = outer_flag;
+    ask_at = outer_ask;
+    control = outer_control;
+    led = NULL;
     pthread_mutex_unlock(&pool.running);
     return atomic_load_explicit(&stop, memory_order_relaxed) ? 0 : slots + 1;
+}
+
+int fmha_pool_lost(void)
+{
+    const int was = lost;
+    lost = 0;
+    return was;
 }
 
 int fmha_pool_workers(void) { return atomic_load_explicit(&pool.workers, memory_order_relaxed); }

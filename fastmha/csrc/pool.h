@@ -12,12 +12,13 @@ typedef void (*fmha_task)(void *context, ptrdiff_t item, int worker);
    order by an atomic counter. Serial in the caller where threads <= 1, items <= 1, the pool is busy with another run (another
    Python thread, or a nested call from inside a task), after shutdown, or where no thread can be started.
    Returns how many threads took part at most (1 = serial), 0 if the run was stopped.
-   A process may fork at any time, from any thread that is not inside a task: the child begins with no workers.
+   A process may fork at any time, from any thread that is not inside a task: the child begins with no workers. Where the
+   question below forks, a run with workers is stopped in the child, which has lost what they were doing (fmha_pool_lost).
    Tasks run with subnormal numbers flushed to 0 (subnormals.h). A run that is to stop (below) hands out no more items. */
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads);
 
-/* The question that the thread that called puts about every 50 ms of a run, inside it and outside any task's locks: an answer
-   other than 0 stops the run. Process-wide; NULL: never asked. */
+/* The question that the thread that called puts about every 50 ms of a run, inside it and outside any task's locks, with the control word
+   of floating point that the caller had: an answer other than 0 stops the run. It may call runs of its own. Process-wide; NULL: never asked. */
 void fmha_pool_ask(int (*question)(void));
 
 /* Inside a task, between blocks of milliseconds at most: whether the run is to stop. The task then returns at once, and what
@@ -28,10 +29,13 @@ int fmha_pool_stopped(void);
    the run is to stop. */
 int fmha_pool_waits(unsigned looks);
 
+/* Whether a run of this thread was stopped because a fork took its workers, in this process, the child; once. */
+int fmha_pool_lost(void);
+
 /* Threads alive now, without the caller: 0 before the first parallel run. */
 int fmha_pool_workers(void);
 
-/* Joins all workers, after the run that is under way; later runs are serial, in a forked child too.
+/* Joins all workers, after the run that is under way, whose question must not need what the caller holds; later runs are serial, in a forked child too.
    Idempotent, safe from any thread that is not in a task. */
 void fmha_pool_shutdown(void);
 

@@ -12,7 +12,9 @@
 #define MOST_MEETINGS (1 << 18)     /* of blocks and tiles of the heads that are split: with more of them all ways are near to even */
 #define MOST_TRIED 192              /* for each thread, of blocks and parts of tiles, and where more heads are split than must be */
 #define EVEN 0.98                   /* of the threads busy: no other way is looked for */
-#define MOST_TOGETHER 32            /* parts of the keys */
+#define QUICK_MEETINGS 200          /* for each product of a thread, of a quick look: it takes about a tenth of the pass that way */
+#define TOGETHERS 6                 /* parts of the keys together: 1, 2, 4 .. 32 */
+#define SHARES 4                    /* blocks of a share: 1, 2, 4, FMHA_MOST_SHARE */
 #define CAUSAL_STAGGER 15           /* products that a tile waits for the one before it on a diagonal: three blocks */
 
 typedef struct {
@@ -22,13 +24,19 @@ typedef struct {
 typedef struct {
     const fmha_problem *p;
     ptrdiff_t blocks, first, last;  /* of a head; heads [first, last) are split */
+    ptrdiff_t row;                  /* of the batch, that of the first of these */
     ptrdiff_t keys, parts;          /* of an item of these, and how many such parts a head has */
     int threads;
     span_of_block *spans;           /* (batch rows, blocks), or of one batch row, which stands for all */
     ptrdiff_t step;                 /* from one batch row's to the next one's, 0 where one stands for all */
-    double *busy;                   /* until when each thread is, a heap: the first is free first */
+    double *of_head;                /* what a head costs by one product: (batch rows), or one */
+    double *costs;                  /* (batch rows of the heads that are split, or one; parts; blocks): of one of the products of both */
+    double *busy;                   /* until when each thread is, a heap: the first is free first; one more, which never is */
     double *turns_q, *turns_k;      /* (heads, blocks) and (heads, parts together): when the sums are free */
-    double limit;                   /* a way that takes longer is of no interest */
+    double even, ahead, work;       /* no way takes less; what comes before the items of split heads, and what these cost by one product */
+    double least, limit;            /* the time of the best way so far, and what items may take: longer ones are of no interest */
+    double left;                    /* meetings, or items of a forward pass, that may still be simulated; below 0: some were left out */
+    fmha_split best;
 } schedule;
 
 /* What a product costs of a block and some of the keys. */
@@ -39,28 +47,23 @@ static double meeting(const span_of_block *block, ptrdiff_t from, ptrdiff_t keys
     return high > low ? (high - low) * block->rows / FMHA_TILE_KEYS : 0;
 }
 
-/* What a head costs by one product. */
-static double cost_of_head(const schedule *s, ptrdiff_t b)
-{
-    double cost = 0;
-    for (ptrdiff_t n = 0; n < s->blocks; n++) cost += meeting(s->spans + b * s->step + n, 0, s->p->Lk);
-    return cost;
-}
-
+/* What heads cost by one product. */
 static double cost_of_heads(const schedule *s, ptrdiff_t first, ptrdiff_t last)
 {
-    if (s->step == 0) return cost_of_head(s, 0) * (double)(last - first);
     double cost = 0;
-    for (ptrdiff_t n = first; n < last; n++) cost += cost_of_head(s, n / s->p->Hkv);
+    for (ptrdiff_t n = first, Hkv = s->p->Hkv, many; n < last; n += many) {
+        many = s->step && Hkv - n % Hkv < last - n ? Hkv - n % Hkv : last - n;
+        cost += (double)many * s->of_head[s->step ? n / Hkv : 0];
+    }
     return cost;
 }
 
-/* Whoever is free first is busy until then. */
+/* Whoever is free first is busy until then. Which of the two below is less is no branch: it could not be foreseen. */
 static void take(schedule *s, double until)
 {
     ptrdiff_t at = 0;
     for (ptrdiff_t below; (below = 2 * at + 1) < s->threads; at = below) {
-        if (below + 1 < s->threads && s->busy[below + 1] < s->busy[below]) below++;
+        below += s->busy[below + 1] < s->busy[below];
         if (s->busy[below] >= until) break;
         s->busy[at] = s->busy[below];
     }
@@ -70,6 +73,7 @@ static void take(schedule *s, double until)
 static void begin(schedule *s)
 {
     for (int n = 0; n < s->threads; n++) s->busy[n] = 0;
+    s->busy[s->threads] = INFINITY;
 }
 
 static double end(const schedule *s)
@@ -81,9 +85,9 @@ static double end(const schedule *s)
 
 static double of_whole_heads(schedule *s, ptrdiff_t heads)
 {
-    if (s->step == 0) return PRODUCTS * cost_of_head(s, 0) * (double)((heads + s->threads - 1) / s->threads);
+    if (s->step == 0) return PRODUCTS * s->of_head[0] * (double)fmha_parts(heads, s->threads);
     begin(s);
-    for (ptrdiff_t n = 0; n < heads; n++) take(s, s->busy[0] + PRODUCTS * cost_of_head(s, n / s->p->Hkv));
+    for (ptrdiff_t n = 0; n < heads; n++) take(s, s->busy[0] + PRODUCTS * s->of_head[n / s->p->Hkv]);
     return end(s);
 }
 
@@ -93,30 +97,42 @@ static double cost_of_parts(ptrdiff_t keys)
     return keys == FMHA_TILE_KEYS ? 1 : keys == FMHA_TILE_KEYS / 2 ? FMHA_HALF_TILE_COST : FMHA_FOURTH_TILE_COST;
 }
 
-/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. Returns when it ends,
- * 0 if it has nothing to do. */
+/* Which of the batch rows that `costs` has is a split head's. */
+static ptrdiff_t row_of_costs(const schedule *s, ptrdiff_t head)
+{
+    return s->step ? (s->first + head) / s->p->Hkv - s->row : 0;
+}
+
+static void set_costs(schedule *s)
+{
+    const double of_pair = cost_of_parts(s->keys);
+    double *cost = s->costs;
+    for (ptrdiff_t row = 0; row <= row_of_costs(s, s->last - s->first - 1); row++)
+        for (ptrdiff_t part = 0; part < s->parts; part++)
+            for (ptrdiff_t block = 0; block < s->blocks; block++)
+                *cost++ = meeting(s->spans + (s->row + row) * s->step + block, part * s->keys, s->keys) * of_pair;
+}
+
+/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. Returns when it ends; who
+ * attends none of these takes no time. */
 static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t part, double *turn_k)
 {
-    const span_of_block *spans = s->spans + (s->first + head) / s->p->Hkv * s->step;
-    const ptrdiff_t from = part * s->keys, keys = s->p->Lk - from < s->keys ? s->p->Lk - from : s->keys;
-    const double of_tile = (double)keys / FMHA_TILE_KEYS;
+    const double *costs = s->costs + (row_of_costs(s, head) * s->parts + part) * s->blocks;
+    const double left = (double)(s->p->Lk - part * s->keys), of_tile = (left < (double)s->keys ? left : (double)s->keys) / FMHA_TILE_KEYS;
     double *turns_q = s->turns_q + head * s->blocks, now = s->busy[0];
-    int many = 0, kept = 0, ours = 0;
+    int kept = 0, ours = !turn_k;
     for (ptrdiff_t block = first; block < last; block++) {
-        const double cost = meeting(spans + block, from, keys) * cost_of_parts(s->keys);
+        const double cost = costs[block];
         if (cost == 0) continue;
-        many++;
-        if (turn_k && !ours && now >= *turn_k) now += FMHA_ADDED_COST * kept * of_tile, ours = 1;
+        if (!ours && now >= *turn_k) now += FMHA_ADDED_COST * kept * of_tile, ours = 1;
         kept += !ours;
         now += (PRODUCTS - 1) * cost;
         now = (now > turns_q[block] ? now : turns_q[block]) + cost;
         turns_q[block] = now;
     }
-    if (many && turn_k) {
-        if (!ours) now = (now > *turn_k ? now : *turn_k) + FMHA_ADDED_COST * kept * of_tile;
-        *turn_k = now += FMHA_SUMS_COST * of_tile;
-    }
-    if (!many) return 0;
+    if (now == s->busy[0]) return now;
+    if (!ours) now = (now > *turn_k ? now : *turn_k) + FMHA_ADDED_COST * kept * of_tile;
+    if (turn_k) *turn_k = now += FMHA_SUMS_COST * of_tile;
     take(s, now);
     return now;
 }
@@ -149,71 +165,113 @@ static double of_many(const schedule *s, double work, ptrdiff_t share)
     return even + (double)(PRODUCTS * s->blocks) / 2 + stagger;
 }
 
+/* Whether no batch row attends other keys than the first does. */
+static int rows_alike(const fmha_problem *p)
+{
+    for (ptrdiff_t b = 1; b < p->B; b++)
+        if ((p->banded && p->offset[b] != p->offset[0]) || (p->key_start && p->key_start[b] != p->key_start[0]) ||
+            (p->key_length && p->key_length[b] != p->key_length[0])) return 0;
+    return 1;
+}
+
 static void set_spans(schedule *s)
 {
     const fmha_problem *p = s->p;
     const ptrdiff_t rows = fmha_heads_cut(p).rows;
-    for (ptrdiff_t b = 0; b < (s->step ? p->B : 1); b++)
+    for (ptrdiff_t b = 0; b < (s->step ? p->B : 1); b++) {
+        s->of_head[b] = 0;
         for (ptrdiff_t n = 0; n < s->blocks; n++) {
             const ptrdiff_t i0 = n * FMHA_BLOCK_ROWS, many = rows - i0 < FMHA_BLOCK_ROWS ? rows - i0 : FMHA_BLOCK_ROWS;
+            span_of_block *span = s->spans + b * s->step + n;
             ptrdiff_t j0, j1;
             fmha_row_keys(p, b, (i0 + many / 2) % p->Lq, &j0, &j1);
-            s->spans[b * s->step + n] = (span_of_block){(double)j0, (double)j1, (double)many / FMHA_BLOCK_ROWS};
+            *span = (span_of_block){(double)j0, (double)j1, (double)many / FMHA_BLOCK_ROWS};
+            s->of_head[b] += meeting(span, 0, p->Lk);
         }
+    }
 }
 
-/* Looks for a better way than the best so far, whose time is *least, with the last heads split into items of so many keys. Where at least as
- * many shares are under way as there are threads, a share finds that its turn has come, and keeps nothing; where they are fewer, threads
- * wait less for the sums of a block. */
-static void try_ways(schedule *s, ptrdiff_t split, ptrdiff_t keys, double *least, fmha_split *best)
+/* Whether heads in shares of so many blocks, 0: of all, on so many parts together, end before the best way so far; this is the best then. */
+static int try_way(schedule *s, ptrdiff_t share, ptrdiff_t together)
 {
-    static const ptrdiff_t shares[] = {FMHA_MOST_SHARE, 4, 2, 1};
+    const double even = PRODUCTS * s->work * cost_of_parts(s->keys) / s->threads;
+    s->limit = s->least - s->ahead;
+    if (even * (share ? 1 + FMHA_SUMS_COST / (double)(PRODUCTS * share) : 1) >= s->limit) return 0;
+    const int simulated = s->costs && (s->left -= (double)((s->last - s->first) * s->parts * s->blocks)) >= 0;
+    const double time = s->ahead + (simulated ? of_split_heads(s, share, together) : of_many(s, s->work, share));
+    if (time >= s->least) return 0;
+    s->least = time;
+    s->best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, s->first, s->keys, share, together, 1};
+    return 1;
+}
+
+/* The same of shares of 2 to the power of `share` blocks, and likewise of parts together, where there are such and they were not tried. */
+static int try_shares(schedule *s, int tried[TOGETHERS][SHARES], int together, int share)
+{
+    if (together < 0 || together >= TOGETHERS || share < 0 || share >= SHARES || tried[together][share]) return 0;
+    if ((1 << share) >= s->blocks || (1 << together) >= 2 * s->parts || EVEN * s->least <= s->even) return 0;
+    tried[together][share] = 1;
+    return try_way(s, (ptrdiff_t)1 << share, (ptrdiff_t)1 << together);
+}
+
+/* Looks for a better way with the last heads split into items of so many keys. Where at least as many shares are under way as there are
+ * threads, a share finds that its turn has come, and keeps nothing; where they are fewer, threads wait less for the sums of a block. So
+ * the first way has twice as many, and from each that is better its neighbours are tried. */
+static void try_ways(schedule *s, ptrdiff_t split, ptrdiff_t keys)
+{
+    static const int steps[][2] = {{0, -1}, {1, 0}, {-1, 0}, {0, 1}};
+    int tried[TOGETHERS][SHARES] = {{0}}, together = 0, share = s->blocks > 2;
     s->first = s->last - split;
+    s->row = s->first / s->p->Hkv;
     s->keys = keys;
     s->parts = fmha_parts(s->p->Lk, keys);
-    const double before = s->first ? of_whole_heads(s, s->first) : 0, work = cost_of_heads(s, s->first, s->last);
-    const double even = PRODUCTS * work * cost_of_parts(keys) / s->threads, ahead = before + FMHA_SPLIT_COST;
+    s->work = cost_of_heads(s, s->first, s->last);
+    s->ahead = (s->first ? of_whole_heads(s, s->first) : 0) + FMHA_SPLIT_COST;
     const int many = split * s->blocks * s->parts > MOST_MEETINGS;
-    for (ptrdiff_t together = 1; together <= MOST_TOGETHER && (together == 1 || together < 2 * s->parts); together *= 2)
-        for (int n = together == 1 ? -1 : 0; n < (int)(sizeof shares / sizeof *shares); n++) {
-            const ptrdiff_t share = n < 0 ? 0 : shares[n];
-            if (share && (share >= s->blocks || s->p->parts > 0)) continue;         /* matrix tiles sum in another order */
-            s->limit = *least - ahead;
-            if (even * (share ? 1 + FMHA_SUMS_COST / (double)(PRODUCTS * share) : 1) >= s->limit) continue;
-            const double time = ahead + (many ? of_many(s, work, share) : of_split_heads(s, share, together));
-            if (time >= *least) continue;
-            *least = time;
-            *best = (fmha_split){share ? FMHA_SHARES : FMHA_TURNS, s->first, keys, share, together, 1};
-        }
+    s->costs = many ? NULL : malloc((size_t)((row_of_costs(s, split - 1) + 1) * s->parts * s->blocks) * sizeof *s->costs);
+    if (s->costs) set_costs(s);
+    try_way(s, 0, 1);
+    while (together < TOGETHERS - 1 && (1 << together) < s->parts && (split << together) < 2 * s->threads) together++;
+    if (s->p->parts == 0) try_shares(s, tried, together, share);        /* matrix tiles sum in another order */
+    for (int n = 0; s->p->parts == 0 && n < 4; n++)
+        if (try_shares(s, tried, together + steps[n][0], share + steps[n][1]))
+            together += steps[n][0], share += steps[n][1], n = -1;
+    free(s->costs);
 }
 
-fmha_split fmha_backward_split(const fmha_problem *p, int threads)
+fmha_split fmha_backward_split(const fmha_problem *p, int threads, int *quick)
 {
+    const int in_short = *quick;
     const ptrdiff_t heads = p->B * p->Hkv, left = heads % threads, blocks = fmha_parts(fmha_heads_cut(p).rows, FMHA_BLOCK_ROWS);
     const ptrdiff_t most = left + threads < heads ? left + threads : heads, finest = p->parts > 0 ? FMHA_TILE_KEYS : FMHA_SUM_KEYS;
-    fmha_split best = {FMHA_WHOLE, heads, FMHA_TILE_KEYS, 0, 0, 1};
-    schedule s = {.p = p, .blocks = blocks, .last = heads, .threads = threads};
-    s.step = p->banded || p->key_start || p->key_length ? blocks : 0;
-    if (threads == 1 || heads == 0 || blocks == 0 || p->Lk == 0) return best;
+    schedule s = {.p = p, .blocks = blocks, .last = heads, .threads = threads, .best = {FMHA_WHOLE, heads, FMHA_TILE_KEYS, 0, 0, 1}};
+    s.step = rows_alike(p) ? 0 : blocks;
+    *quick = 0;
+    if (threads == 1 || heads == 0 || blocks == 0 || p->Lk == 0) return s.best;
     s.spans = malloc((size_t)((s.step ? p->B : 1) * blocks) * sizeof *s.spans);
-    s.busy = malloc((size_t)(threads + most * (blocks + MOST_TOGETHER)) * sizeof *s.busy);
+    s.busy = malloc((size_t)(threads + 1 + p->B + most * (blocks + (1 << (TOGETHERS - 1)))) * sizeof *s.busy);
     if (s.spans && s.busy) {
-        s.turns_q = s.busy + threads;
+        s.of_head = s.busy + threads + 1;
+        s.turns_q = s.of_head + p->B;
         s.turns_k = s.turns_q + most * blocks;
         set_spans(&s);
-        const double even = PRODUCTS * cost_of_heads(&s, 0, heads) / threads;
-        double least = of_whole_heads(&s, heads);
+        s.even = PRODUCTS * cost_of_heads(&s, 0, heads) / threads;
+        s.least = of_whole_heads(&s, heads);
+        s.left = in_short ? QUICK_MEETINGS * s.even : INFINITY;
         for (ptrdiff_t split = left ? left : most; split <= most; split += threads)
-            for (ptrdiff_t keys = FMHA_TILE_KEYS; keys >= finest && EVEN * least > even; keys /= 2) {
+            for (ptrdiff_t keys = FMHA_TILE_KEYS; keys >= finest && EVEN * s.least > s.even; keys /= 2) {
                 const int must = split == left && keys == FMHA_TILE_KEYS;
                 const int few = split * blocks * fmha_parts(p->Lk, keys) <= MOST_TRIED * (ptrdiff_t)threads;
-                if (must || (few && keys < 2 * p->Lk)) try_ways(&s, split, keys, &least, &best);
+                if (must || (few && keys < 2 * p->Lk)) try_ways(&s, split, keys);
             }
-        if (least > 0) best.balance = even / (least - (best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
+        *quick = s.left < 0;
+        if (s.least > 0) s.best.balance = s.even / (s.least - (s.best.mode == FMHA_WHOLE ? 0 : FMHA_SPLIT_COST));
+    } else {
+        *quick = 1;             /* there was no memory to look at any */
     }
     free(s.spans);
     free(s.busy);
-    return best;
+    return s.best;
 }
 
 /* ------------------------------------------------------------------------------------------------------------ forward */
@@ -221,6 +279,7 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads)
 #define LOOKED_AT 8             /* rows of a block, which may be those of several heads */
 #define MOST_ITEMS (1 << 16)    /* that are simulated */
 #define MOST_LEFT (1 << 25)     /* numbers that runs may leave */
+#define QUICK_ITEMS 40          /* for each two products of a tile, of a quick look: it takes about a tenth of the pass that way */
 
 /* What a pair costs in blocks of so many rows. */
 static double cost_of_pair(ptrdiff_t rows)
@@ -242,53 +301,68 @@ static double cost_of_block(const fmha_problem *p, const fmha_item *item, double
     return keys == 0 ? 0 : (double)item->rows * (keys * factor + (runs ? FMHA_RUN_COST * FMHA_RUN_KEYS : 0));
 }
 
-/* When the last thread ends; INFINITY where that would take long to say. busy: for each thread, a heap. */
-static double of_blocks(const fmha_problem *p, const fmha_blocks *blocks, int threads, double *busy)
+/* When the last thread ends; INFINITY where that is beyond the limit, or takes more items to say than the schedule has left. */
+static double of_blocks(schedule *s, const fmha_blocks *blocks)
 {
+    const fmha_problem *p = s->p;
     const fmha_cut cut = fmha_blocks_cut(p, blocks, blocks->runs);
     const fmha_cut merges = fmha_blocks_cut(p, blocks, 0);
     const ptrdiff_t items = fmha_items(&cut), runs = blocks->runs ? fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
     const ptrdiff_t large = blocks->fine ? items - blocks->fine * cut.pieces : 0;      /* items, before the others */
-    const ptrdiff_t merged = runs ? (fmha_items(&merges) + threads - 1) / threads : 0;  /* blocks that the busiest thread merges */
+    const ptrdiff_t merged = runs ? fmha_parts(fmha_items(&merges), s->threads) : 0;    /* blocks that the busiest thread merges */
     const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows), factor = cost_of_pair(blocks->rows);
     ptrdiff_t n = 0;
-    schedule s = {.threads = threads, .busy = busy};
-    begin(&s);
+    begin(s);
     if (!p->banded && !p->key_start && !p->key_length && !runs && fmha_blocks_alike(&cut)) {
         const fmha_item first = fmha_item_of(&cut, 0);
-        if (!blocks->fine) return (double)((items + threads - 1) / threads) * cost_of_block(p, &first, factor, 0);
-        for (int t = 0; t < threads; t++)
-            busy[t] = (double)(large / threads + (threads - t <= large % threads)) * cost_of_block(p, &first, 1, 0);
+        s->work = (double)items * cost_of_block(p, &first, factor, 0);
+        if (!blocks->fine) return (double)fmha_parts(items, s->threads) * cost_of_block(p, &first, factor, 0);
+        for (int t = 0; t < s->threads; t++)
+            s->busy[t] = (double)(large / s->threads + (s->threads - t <= large % s->threads)) * cost_of_block(p, &first, 1, 0);
         n = large;
     }
-    if (items - n > MOST_ITEMS) return INFINITY;
-    for (; n < items; n++) {
+    if (items - n > MOST_ITEMS || (s->left -= (double)(items - n)) < 0) return INFINITY;
+    fmha_item before = {0};
+    s->work = 0;
+    for (double cost = 0; n < items; n++) {
         const fmha_item item = fmha_item_of(&cut, n);
-        const double cost = cost_of_block(p, &item, n < large ? 1 : factor, blocks->runs);
-        if (cost > 0) take(&s, busy[0] + cost);
+        if (n == large || item.b != before.b || item.i0 != before.i0 || item.j0 != before.j0 || item.rows != before.rows)
+            cost = cost_of_block(p, &item, n < large ? 1 : factor, blocks->runs);
+        before = item;
+        if (cost == 0) continue;
+        if (s->busy[0] + cost >= s->limit) return INFINITY;
+        s->work += cost;
+        take(s, s->busy[0] + cost);
     }
-    return end(&s) + merging;
+    return end(s) + merging;
 }
 
-fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs)
+fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, int *quick)
 {
+    const int in_short = *quick;
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t whole = fmha_items(&cut);
     const ptrdiff_t parts = fmha_parts(p->Lk, FMHA_RUN_KEYS), left = whole * FMHA_BLOCK_ROWS * (p->Dv + 2);
     const int few = parts > 1 && whole < FMHA_MANY_BLOCKS * threads && left <= MOST_LEFT / parts;
     fmha_blocks best = {.rows = FMHA_BLOCK_ROWS, .heads_inside = p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
+    *quick = 0;
     if (whole == 0 || !fmha_blocks_vary(p, threads)) return best;
-    double *busy = malloc((size_t)threads * sizeof *busy), least = INFINITY;
-    for (int way = 0; busy && way < (runs && few ? 2 : 1); way++)
+    schedule s = {.p = p, .threads = threads, .least = INFINITY, .limit = INFINITY, .left = INFINITY};
+    s.busy = malloc((size_t)(threads + 1) * sizeof *s.busy);
+    for (int way = 0; s.busy && way < (runs && few ? 2 : 1); way++)
         for (ptrdiff_t rows = FMHA_BLOCK_ROWS; rows >= FMHA_BLOCK_ROWS / 4; rows /= 2) {
             const ptrdiff_t items = way ? whole * parts : whole, over = items % threads, fine[] = {0, over, over + threads};
-            for (int n = 0; n < (rows == FMHA_BLOCK_ROWS ? 1 : 3); n++) {
+            for (int n = 0; n < (rows == FMHA_BLOCK_ROWS ? 1 : 3) && EVEN * s.least > s.even; n++) {
                 if (fine[n] >= items || (n && fine[n] == 0)) continue;
                 const fmha_blocks blocks = {rows, fine[n], way, best.heads_inside};
-                const double time = of_blocks(p, &blocks, threads, busy);
-                if (time < least) least = time, best = blocks;
+                const double time = of_blocks(&s, &blocks);
+                if (time < s.least) s.limit = s.least = time, best = blocks;
+                if (s.even > 0) continue;
+                s.even = s.work / threads;      /* of the first way: whole blocks */
+                if (in_short) s.left = QUICK_ITEMS * s.even / (FMHA_BLOCK_ROWS * FMHA_TILE_KEYS);
             }
         }
-    free(busy);
+    *quick = !s.busy || s.left < 0;
+    free(s.busy);
     return best;
 }

@@ -288,10 +288,12 @@ def test_workers_are_joined_at_exit_and_later_calls_are_serial(tmp_path):
     assert in_a_process(code, tmp_path) == "2\n0\nTrue 0\n"
 
 
-def test_a_process_ends_while_a_daemon_thread_is_calling(tmp_path):
-    code = """
+@pytest.mark.parametrize("length", [64, 4096])
+def test_a_process_ends_while_a_daemon_thread_is_calling(tmp_path, length):
+    """Also in a call so long that it asks for the GIL meanwhile."""
+    code = f"""
         import threading, numpy as np, fastmha
-        x = np.ones((2, 4, 64, 16), np.float32)
+        x = np.ones((2, 4, {length}, 16), np.float32)
         started = threading.Event()
 
         def call():

@@ -164,6 +164,7 @@ SPLIT_CASES = {
     "several tiles and blocks": ((1, 2, 1, 130, 400, 8, 8), {}),
     "causal": ((1, 3, 1, 150, 390, 5, 7), {"is_causal": True, "offset": 200}),
     "window": ((2, 2, 2, 100, 500, 16, 3), {"window": (60, 20), "offset": np.array([250, -40])}),
+    "blocks before, between and behind those that attend a key": ((1, 3, 1, 260, 700, 8, 8), {"window": (40, 10), "offset": 100}),
     "padding": ((3, 4, 2, 65, 193, 4, 4), {"key_padding_lengths": [193, 64, 0], "softcap": 2.0}),
     "one row": ((1, 4, 1, 1, 385, 9, 16), {}),
     "without queries": ((1, 2, 1, 0, 50, 4, 4), {"is_causal": True, "offset": 0}),

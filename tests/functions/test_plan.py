@@ -272,9 +272,9 @@ def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a
     assert uneven == {}
 
 
-def split(B, H, Hkv, L, threads, **rules):
+def split(B, H, Hkv, L, threads, quick=False, **rules):
     q, k = np.empty((B, H, L, 64), np.float32), np.empty((B, Hkv, L, 64), np.float32)
-    return _core.backward_split(validate.attention_problem(q, k, k, "BHLD", validate.Rules(**rules)), threads)
+    return _core.backward_split(validate.attention_problem(q, k, k, "BHLD", validate.Rules(**rules)), threads, quick)
 
 
 def test_heads_that_the_threads_share_evenly_are_whole():
@@ -332,6 +332,38 @@ def test_a_backward_pass_too_long_to_be_simulated_is_taken_to_be_even():
         assert (whole, keys) == (0, 192)
         assert share in (0, 8)
         assert 0.9 < busy <= 1
+
+
+def test_a_quick_look_finds_all_where_there_is_little_to_look_at():
+    for threads in (2, 3, 4):
+        for shape in ((1, 5, 5, 3000), (3, 1, 1, 192), (2, 4, 2, 700)):
+            assert split(*shape, threads, quick=True, is_causal=True) == split(*shape, threads, is_causal=True)
+
+
+def test_a_quick_look_leaves_no_thread_without_work():
+    """However little of it there is, for so many threads, and however long it would take to look at all ways."""
+    for threads in (64, 192):
+        for shape in ((1, 1, 1, 8192), (1, 2, 1, 2048), (3, 12, 4, 1000), (16, 16, 16, 512)):
+            thorough, quick = split(*shape, threads)[-1], split(*shape, threads, quick=True)[-1]
+            assert quick > 0.7 * thorough
+
+
+def test_a_pass_looks_quickly_at_sizes_that_it_meets_for_the_first_time_and_thoroughly_the_second_time():
+    B, H, L, D, threads = 3, 4, 781, 8, 192
+    q = np.random.default_rng(0).standard_normal((B, H, L, D), np.float32)
+    rules = {"is_causal": True, "num_threads": threads, "algorithm": "tiled"}
+
+    def met():
+        out, lse = fastmha.attention(q, q, q, return_lse=True, **rules)
+        gradients = fastmha.attention_backward(out, q, q, q, out, lse, **rules)
+        return (out, *gradients), _core.remembered_cuts()[-2:]
+
+    first, looks = met()
+    assert [left_out for _, left_out in looks] == [True, True]
+    second, looks = met()
+    assert [left_out for _, left_out in looks] == [False, False]
+    assert looks[1][0]["balance"] == fastmha.plan(q, q, q, backward=True, **rules).balance
+    assert all(map(np.array_equal, first, second))
 
 
 def test_the_layout_of_a_projection_is_a_rule_of_lengths_and_widths():
