@@ -106,8 +106,8 @@ def in_place(x) -> bool:
         size *= view.shape[axis]
         if view.shape[axis] > 1:
             low |= view.strides[axis]
-    last = view.ndim - 1
-    unit = view.shape[last] <= 1 or view.strides[last] == view.itemsize
+    last = view.ndim - 1        # below 0 without axes, and then there are no strides
+    unit = last < 0 or view.shape[last] <= 1 or view.strides[last] == view.itemsize
     aligned = (<size_t>view.buf | <size_t>low) % <size_t>view.itemsize == 0
     PyBuffer_Release(&view)
     return size == 0 or unit and aligned

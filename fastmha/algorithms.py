@@ -132,8 +132,9 @@ def _tiled_forward(problem: Problem, out: np.ndarray, lse: np.ndarray | None, we
 
 
 def _tiled_backward(problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-                    grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
-    problem.parts = 0 if problem.additive_mask is not None and states is not None else parts_of(problem, backward=True)
+                    grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int,
+                    by_vectors: bool = False) -> None:
+    problem.parts = 0 if by_vectors else parts_of(problem, backward=True)
     _core.tiled_backward(problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, None, threads)
 
 
@@ -202,28 +203,31 @@ def backward(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad
         backward_of(name, problem, out, lse, grad_out, grad_q, grad_k, grad_v, None, threads)
         return None
     states = np.zeros((B, H, Lq, _core.ROW_STATE), problem.dtype)
-    backward_of(name, problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads)
+    # The pass over the mask multiplies by vectors, and rounds scores as "tiled" does: so must what it knows of each row.
+    by_vectors = {"by_vectors": True} if grad_mask is not None and name == TILED.name else {}
+    backward_of(name, problem, out, lse, grad_out, grad_q, grad_k, grad_v, states, threads, **by_vectors)
     if grad_mask is not None:
         if 0 in (B, H, Lq, Lk):
             grad_mask[...] = 0
         else:
             of_tiled = states
-            if name != TILED.name:      # the pass over the mask rounds scores as "tiled" does: so must what it knows of each row
+            if name != TILED.name:
                 of_tiled = np.zeros_like(states)
                 spare = [np.empty(x.shape, x.dtype) for x in (grad_q, grad_k, grad_v)]
-                backward_of(TILED.name, problem, out, lse, grad_out, spare[0], spare[1], spare[2], of_tiled, threads)
+                backward_of(TILED.name, problem, out, lse, grad_out, spare[0], spare[1], spare[2], of_tiled, threads,
+                            by_vectors=True)
             _core.mask_gradient(problem, validate.bits(grad_out), of_tiled, validate.bits(grad_mask), threads)
     return None if problem.sinks is None else sink_gradient(problem.sinks, states)
 
 
 def backward_of(name: str, problem: Problem, out: np.ndarray, lse: np.ndarray, grad_out: np.ndarray, grad_q: np.ndarray,
-                grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int) -> None:
+                grad_k: np.ndarray, grad_v: np.ndarray, states: np.ndarray | None, threads: int, **by_vectors: bool) -> None:
     """grad_q, grad_k, grad_v <- the gradients, and states (B, H, Lq, ROW_STATE), zeros before, or None, <- what `sink_gradient`
-    and the gradient of a mask are made of."""
+    and the gradient of a mask are made of. by_vectors: of "tiled", never on matrix tiles."""
     run = BY_NAME[name].backward
     assert run is not None      # `planning.choose` has seen to it
     bits = validate.bits
-    run(problem, bits(out), lse, bits(grad_out), bits(grad_q), bits(grad_k), bits(grad_v), states, threads)
+    run(problem, bits(out), lse, bits(grad_out), bits(grad_q), bits(grad_k), bits(grad_v), states, threads, **by_vectors)
 
 
 def sink_gradient(sinks: np.ndarray, states: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ def create_causal_mask(
     columns = rows if seq_len_k is None else _length("seq_len_k", seq_len_k)
     # Beyond these two ends nothing changes: all keys are blocked, or none is.
     diagonal = min(max(_integer("offset", offset), -rows), columns)
-    kind = validate.dtype_of(dtype)
+    kind = validate.element_type("dtype", dtype) if isinstance(dtype, str) and dtype == "bfloat16" else validate.dtype_of(dtype)
     if kind not in (np.dtype(bool), *validate.FLOAT_TYPES) and not validate.is_half(kind):
         raise TypeError(f"dtype must be bool, float32, float64, float16 or bfloat16, got {validate.short(dtype)}")
     _fits("seq_len_q", rows, "seq_len_k", columns)

@@ -1,7 +1,7 @@
 """What stands around attention in a transformer: activations, layer normalisation and RMS normalisation, forward and backward."""
 from __future__ import annotations
 
-import math
+import sys
 from numbers import Real
 from typing import Any
 
@@ -342,7 +342,7 @@ def _norm_arguments(x: Any, weight: Any, bias: Any, eps: Any,
     number = type(eps) is float or (isinstance(eps, Real) and not isinstance(eps, (bool, np.bool_)))
     if not number:
         raise TypeError(f"eps must be a finite number >= 0, got {validate.short(eps)}")
-    if not 0 <= eps < math.inf:
+    if not 0 <= eps <= sys.float_info.max:
         raise ValueError(f"eps must be a finite number >= 0, got {validate.short(eps)}")
     return x, weight, bias, float(eps), residual
 

@@ -387,7 +387,7 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
         (q, copied), (k, copied_k), (v, copied_v) = usable(q), usable(k), usable(v)
     checked, copied_mask = checked_rules(rules, B, H, Lq, Lk, D, element, values)
     problem = Problem(q, k, v, *checked)
-    problem.layout, problem.bytes_copied = layout, copied + copied_k + copied_v + copied_mask
+    problem.layout, problem.bytes_copied = str(layout), copied + copied_k + copied_v + copied_mask
     problem.element, problem.stored = element, stored
     problem.precision = precision_name(rules.precision)
     return problem

@@ -110,13 +110,15 @@ static inline uint16_t *FMHA_NAME(take_tiles)(REAL *memory, ptrdiff_t *used, ptr
 static ptrdiff_t FMHA_NAME(matrix_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(matrix_memory) *m)
 {
     const ptrdiff_t keys = FMHA_NAME(matrix_keys)(p), width = ROUND_UP(p->D, TILE_TERMS), q_plane = width * BLOCK_ROWS;
+    const ptrdiff_t values = ROUND_UP(p->Dv, TILE_ROWS);
     const int q_parts = FMHA_NAME(parts_of)(p->parts, p->element);
     ptrdiff_t used = 0;
     m->q = (FMHA_NAME(operand)){FMHA_NAME(take_tiles)(memory, &used, q_parts * q_plane), width / TILE_TERMS, q_plane, q_parts};
     m->weights = (FMHA_NAME(operand)){FMHA_NAME(take_tiles)(memory, &used, p->parts * keys * BLOCK_ROWS), keys / TILE_TERMS,
                                       keys * BLOCK_ROWS, p->parts};
-    m->scores = FMHA_NAME(take)(memory, &used, keys * BLOCK_ROWS);
-    m->out = FMHA_NAME(take)(memory, &used, ROUND_UP(p->Dv, TILE_ROWS) * BLOCK_ROWS);
+    /* At the end the scores' place holds 16 rows of results, which are more where values are wide and keys few. */
+    m->scores = FMHA_NAME(take)(memory, &used, keys * BLOCK_ROWS > TILE_ROWS * values ? keys * BLOCK_ROWS : TILE_ROWS * values);
+    m->out = FMHA_NAME(take)(memory, &used, values * BLOCK_ROWS);
     m->peak = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->shrink = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);

@@ -110,6 +110,27 @@ def test_every_width(tiles, kind, D, Dv):
 
 
 @kinds
+def test_sinks_beside_an_additive_mask_stay_on_tiles_unless_its_gradient_is_wanted(tiles, kind, monkeypatch):
+    """The pass over the mask multiplies by vectors, and what it knows of rows must be rounded as there."""
+    arrays = q, k, v, g = operands(kind, 1, 2, 1, 70, 100, 32, 32)
+    rules = {"mask": g[:, :, :, :1], "sinks": np.ones(2, np.float32)}
+    out, lse = attend(kind, arrays, **rules)[:2]
+    parts, run_of_core = [], _core.tiled_backward
+    monkeypatch.setattr(_core, "tiled_backward", lambda problem, *rest: (parts.append(problem.parts), run_of_core(problem, *rest)))
+    for wanted in (False, True):
+        fastmha.attention_backward(g, q, k, v, out, lse, algorithm="tiled", precision=KINDS[kind][1], need_bias_grad=wanted, **rules)
+    assert parts == [2 if kind in ("float16", "high") else 1, 0]
+
+
+@pytest.mark.parametrize(("Lk", "Dv"), [(32, 129), (33, 300), (70, 400), (130, 600), (250, 800)])
+@kinds
+def test_values_that_are_wide_for_the_number_of_keys(tiles, kind, Lk, Dv):
+    """Sixteen rows of results are more numbers than the scores of a block: they once ran into what was yet to be read."""
+    arrays = operands(kind, 1, 2, 1, 50, Lk, 40, Dv)
+    assert_within(kind, attend(kind, arrays), exact(arrays))
+
+
+@kinds
 def test_the_bits_depend_neither_on_threads_nor_on_other_batch_rows(tiles, kind):
     arrays = operands(kind, 3, 2, 1, 150, 210, 32, 32)
     rules = {"is_causal": True, "offset": 60}

@@ -249,6 +249,10 @@ def test_broadcast_and_overlapping_arrays_and_numbers(kind):
     assert one.shape == ()
     assert same_bits(one, forward(kind, row)[1])
     assert backward(kind, row[0], row[1]).shape == ()
+    unaligned = np.zeros(16, np.uint8)[1:9].view(np.float64).reshape(())
+    unaligned[...] = row[1]
+    assert same_bits(forward(kind, unaligned), one)
+    assert same_bits(backward(kind, unaligned, unaligned), backward(kind, row[1], row[1]))
 
 
 @dtypes

@@ -123,3 +123,10 @@ def test_captures_have_the_bits_of_those_of_transposed_views(dtype, name, reduce
     keywords["capture"] = Capture([1, 0], slice(1, None), reduce)
     captured = fastmha.attention(q, k, v, layout="BLHD", **keywords)[1]
     assert same_bits(captured, fastmha.attention(*map(turned, (q, k, v)), **keywords)[1])
+
+
+def test_a_string_of_numpy_is_a_string():
+    x = np.ones((1, 2, 3, 4))
+    for keywords in ({"layout": np.str_("BLHD")}, {"algorithm": np.str_("blas")}, {"precision": np.str_("high")}):
+        plain = {name: str(value) for name, value in keywords.items()}
+        np.testing.assert_array_equal(fastmha.attention(x, x, x, **keywords), fastmha.attention(x, x, x, **plain))

@@ -86,6 +86,11 @@ def test_rows_of_the_cache_mask_are_the_last_rows_of_the_whole_causal_mask():
         assert np.array_equal(masks.create_causal_mask_with_cache(7 - cached, 7, cached), whole[cached:])
 
 
+def test_the_name_of_bfloat16_is_a_dtype_of_masks():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    assert masks.create_causal_mask(2, dtype="bfloat16").dtype == bfloat16
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
