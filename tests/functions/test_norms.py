@@ -364,7 +364,7 @@ MESSAGES = {
     "bias, dtype": (lambda: fastmha.layer_norm(X, W, W.astype(float)), TypeError, r"^bias has dtype float64 but x has float32"),
     "eps, type": (lambda: fastmha.layer_norm(X, W, W, "1e-5"), TypeError, r"^eps must be a finite number >= 0, got '1e-5'$"),
     "eps, bool": (lambda: fastmha.rms_norm(X, W, True), TypeError, r"^eps must be a finite number >= 0, got True$"),
-    "eps, no float": (lambda: fastmha.layer_norm(X, W, W, 10**400), ValueError, r"^eps must be a finite number >= 0, got an integer"),
+    "eps, no float": (lambda: fastmha.layer_norm(X, W, W, 10**400), ValueError, r"^eps must be a finite number >= 0, got an int"),
     "eps, sign": (lambda: fastmha.rms_norm(X, W, -1e-6), ValueError, r"^eps must be a finite number >= 0, got -1e-06$"),
     "eps, nan": (lambda: fastmha.rms_norm_backward(X, X, W, np.nan), ValueError, r"^eps must be a finite number >= 0, got nan$"),
     "eps, inf": (lambda: fastmha.layer_norm_backward(X, X, W, W, np.inf), ValueError,
