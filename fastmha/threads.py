@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import math
 import os
+from pathlib import Path, PurePosixPath
 
 from fastmha import _core, validate
 
@@ -28,7 +30,8 @@ _default: int | None = None     # from the environment and the machine, read onc
 def set_num_threads(num_threads: int | None) -> None:
     """Set the number of threads for all calls that do not name one; None goes back to the default.
 
-    The default is FASTMHA_NUM_THREADS, else OMP_NUM_THREADS, else the number of CPUs this process may use.
+    The default is FASTMHA_NUM_THREADS, else OMP_NUM_THREADS, else the number of CPUs this process may use: by its affinity, and
+    by its control group's share of their time, as a container has one.
 
     Parameters
     ----------
@@ -80,9 +83,34 @@ def _environment_threads() -> int:
     shared = _positive(os.environ.get("OMP_NUM_THREADS", "").split(",")[0])     # "4,2" is for nested regions
     if shared is not None:
         return shared
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cpus, _granted_cpus())
+
+
+def _granted_cpus(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """The CPUs whose time this process's control groups grant it, as `docker run --cpus=2` does; with more threads all of them
+    would be stopped for a part of each period. Begun ones count; a great number where nothing is limited, or not Linux."""
+    granted = float(_MOST)
+    try:
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return _MOST
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):       # a group has no more than those above it
+            folder = root / controllers / str(group).lstrip("/")
+            try:
+                if controllers:
+                    quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if quota != "max" and int(quota) > 0:
+                    granted = min(granted, int(quota) / int(period))
+            except (OSError, ValueError, ZeroDivisionError):
+                continue
+    return max(1, math.ceil(granted))
 
 
 def _positive(text: str) -> int | None:

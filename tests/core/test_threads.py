@@ -20,7 +20,7 @@ from fastmha import _core, threads
 D_MODEL, HEADS = 32, 4
 on_linux = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 with_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+CPUS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), threads._granted_cpus())
 normal = partial(support.normal, dtype=np.float32)
 VARIABLES = ("FASTMHA_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -154,6 +154,34 @@ def test_a_plan_has_one_thread_for_little_work(backward):
         assert fastmha.plan(more, more, more, backward=backward, num_threads=2).threads == 2
     finally:
         _core.share_from(before)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "granted"),
+    [
+        ("0::/", {"cpu.max": "200000 100000\n"}, 2),
+        ("0::/", {"cpu.max": "150000 100000\n"}, 2),
+        ("0::/", {"cpu.max": "max 100000\n"}, 1024),
+        ("0::/a/b", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),       # of a group above
+        ("0::/not/seen/inside", {"cpu.max": "50000 100000\n"}, 1),                             # of a container
+        ("4:cpu,cpuacct:/x\n3:cpuset:/",
+         {"cpu,cpuacct/x/cpu.cfs_quota_us": "400000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"}, 4),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1024),
+        ("0::/", {"cpu.max": "nonsense"}, 1024),
+        ("0::/", {}, 1024),
+    ],
+)
+def test_default_respects_the_share_of_time_of_the_control_group(tmp_path, monkeypatch, groups, files, granted):
+    (tmp_path / "groups").write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(text)
+    found = threads._granted_cpus(tmp_path / "groups", tmp_path / "root")
+    assert found == granted
+    monkeypatch.setattr(threads, "_granted_cpus", lambda: found)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert threads._environment_threads() == min(CPUS, granted)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
