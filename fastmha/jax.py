@@ -54,6 +54,10 @@ def attention(q: Any, k: Any, v: Any, *, layout: str = "BHLD", mask: Any = None,
     `jax.grad` and `jax.vjp` give the gradients of q, k, v, sinks and a mask of floats; alibi counts as a constant. There are
     neither derivatives forward (`jax.jvp`) nor gradients of gradients. Under `jax.vmap` the calls run one after the other.
 
+    On one CPU, JAX waits forever for the operands of a callback if other programs are in flight: it copies them in the one thread
+    that the callback holds. In a process of one CPU say ``jax.config.update("jax_cpu_enable_async_dispatch", False)`` before the
+    first array is made.
+
     Examples
     --------
     >>> import jax, jax.numpy as jnp, fastmha.jax

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any
 from warnings import warn
 
@@ -24,6 +25,8 @@ except ImportError as _error:
     raise ImportError('fastmha.torch needs PyTorch: pip install "fastmha[torch]"') from _error
 
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_overloaded_args, handle_torch_function, has_torch_function
 
 __all__ = ["patch", "scaled_dot_product_attention"]
 
@@ -89,10 +92,16 @@ def scaled_dot_product_attention(
     Notes
     -----
     float16 and bfloat16 are computed in float32, and results and gradients rounded once at the end. torch's settings of precision
-    say nothing here, `fastmha.set_precision` does.
+    say nothing here, `fastmha.set_precision` does. Under `torch.autocast` tensors are cast as for torch's own function.
 
-    Gradients are computed once: those of gradients are refused. Under `torch.compile` and `torch.func` the call is one operator.
+    Gradients are computed once: those of gradients are refused, and so are derivatives forward (`torch.func.jvp`). Under
+    `torch.compile` and `torch.func` the call is one operator, and what traces a program records it as that.
     """
+    if has_torch_function((query, key, value, attn_mask)):      # what has a meaning of its own of it, as a Proxy of torch.fx
+        return handle_torch_function(scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value, attn_mask,
+                                     dropout_p, is_causal, scale, enable_gqa, fallback=fallback)
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     reason = not_served(query, key, value, attn_mask)
     if reason:
         if not fallback:
@@ -103,9 +112,16 @@ def scaled_dot_product_attention(
         return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal and attn_mask are given: PyTorch takes one of them; let the mask remove what lies ahead")
-    if not enable_gqa and query.ndim > 2 and query.shape[-3] != key.shape[-3] and 1 not in (query.shape[-3], key.shape[-3]):
-        raise ValueError(f"key has {key.shape[-3]} heads on axis -3 but query has {query.shape[-3]}: enable_gqa=True lets "
-                         "query's be a multiple of key's")
+    if isinstance(scale, Tensor):       # a number, to torch
+        if scale.ndim or scale.requires_grad:
+            raise TypeError(f"scale must be a number, or a tensor of no axis and without a gradient, got {_described(scale)}")
+        scale = scale.item()
+    heads, of_key, of_value = _heads(query), _heads(key), _heads(value)
+    if not enable_gqa and heads != of_key and 1 not in (heads, of_key):
+        raise ValueError(f"key has {of_key} heads on axis -3 but query has {heads}: enable_gqa=True lets query's be a multiple "
+                         "of key's")
+    if enable_gqa and of_key != of_value and of_key and of_value:
+        key, value = (x.repeat_interleave(lcm(of_key, of_value) // _heads(x), -3) for x in (key, value))
     leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
     rules = NO_RULES if scale is None and not is_causal and not dropout_p else Rules(
         is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
@@ -116,11 +132,18 @@ def scaled_dot_product_attention(
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
     """(B, H, Lq, Dv), with gradients of all tensors, from (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) that `not_served`
     has nothing against; mask of 4 axes as torch means it; what else is to hold in rules, whose mask, sinks and seed are None."""
+    if rules.dropout == 1:      # all weights are 0, to torch
+        return attend(q, k, v, mask, sinks, rules._replace(dropout=0.0)) * 0
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rules.dropout else None
-    if torch.compiler.is_compiling() or type(q) not in _REAL:       # also a tensor that is a shape alone
+    if torch.compiler.is_compiling():
         return torch.ops.fastmha.attention(q, k, v, mask, sinks, seed, *_flat(rules))[0]
     if torch._C._functorch.peek_interpreter_stack() is not None:        # inside a transform of torch.func
         return _Attention.apply(q, k, v, mask, sinks, seed, rules)[0]
+    if forward_ad._current_level >= 0 and any(
+            x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, mask, sinks)):
+        _no_tangents()
+    if type(q) not in _REAL or _recorded():     # also a tensor that is a shape alone
+        return torch.ops.fastmha.attention(q, k, v, mask, sinks, seed, *_flat(rules))[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
                                     or (mask is not None and mask.requires_grad) or (sinks is not None and sinks.requires_grad)):
         return _Eager.apply(q, k, v, mask, sinks, seed, rules)
@@ -129,6 +152,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
 
 def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
     """(B, H, Lq, Lk), without gradients and before dropout; otherwise as `attend`."""
+    if _recorded():
+        raise NotImplementedError("fastmha.torch gives no weights to what traces a program: they would be constants of it")
     problem = _problem(q, k, v, mask, sinks, None, rules._replace(dropout=0.0))
     return _tensor(capture.fill(capture.choose(capture.Capture(), problem), problem, AUTO, threads.resolve(None)))
 
@@ -149,6 +174,9 @@ def patch() -> Iterator[None]:
     """
     def served(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:
+        tensors = query, key, value, attn_mask
+        if has_torch_function(tensors) and _get_overloaded_args(tensors):       # they know torch's function, not this one
+            return _torchs_own(*tensors, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback=True)
 
     before, fast = torch.nn.functional.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
@@ -194,6 +222,13 @@ def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -
     return None
 
 
+def autocast(*tensors: Tensor | None) -> list[Any]:
+    """What torch makes of the operands of its own function under `torch.autocast`."""
+    dtype = torch.get_autocast_dtype("cpu")
+    return [x.to(dtype) if isinstance(x, Tensor) and x.is_cpu and x.is_floating_point() and x.dtype is not torch.float64 else x
+            for x in tensors]
+
+
 def computed(x: Tensor) -> torch.dtype:
     """The dtype in which a tensor is computed, and that of its lse."""
     return torch.float32 if x.dtype.itemsize == 2 else x.dtype
@@ -202,6 +237,10 @@ def computed(x: Tensor) -> torch.dtype:
 def _described(x: Tensor) -> str:
     kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").replace("strided", "dense")
     return f"a {kind} one of {x.dtype} with {x.ndim} axes on {x.device}"
+
+
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.ndim > 2 else 1
 
 
 def _in_four_axes(
@@ -223,7 +262,7 @@ def _in_four_axes(
     if mask is not None:
         mask = mask.reshape((1,) * (max(axes, 4) - mask.ndim) + tuple(mask.shape))
         if axes > 4:
-            mask = mask.expand(*before, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+            mask = mask.expand(*before, *mask.shape[-3:]).reshape(before.numel(), *mask.shape[-3:])
     q, k, v = (x.expand(*before, *h, *x.shape[-2:]).reshape(before.numel(), h.numel(), *x.shape[-2:])
                for x, h in zip(tensors, heads, strict=True))
     return tuple(leading), q, k, v, mask
@@ -234,11 +273,18 @@ def _in_four_axes(
 def _array(x: Tensor) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
+    if x.is_neg() or x._is_zerotensor():        # a sign, or zeros, that are in no memory yet
+        x = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
     return x.view(torch.int16).numpy().view(_BFLOAT16) if x.dtype is torch.bfloat16 else x.numpy()
 
 
 def _tensor(x: np.ndarray) -> Tensor:
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.kind == "V" else torch.from_numpy(x)
+
+
+def _recorded() -> bool:
+    """Whether something beside autograd watches the operators that run, and is to see this one."""
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
@@ -312,6 +358,14 @@ def _joined(n: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...], tens
     return joined
 
 
+def _each(function: Any, n: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """What torch.func.vmap maps n times, one call after the other: a draw of dropout counts the rows of its batch."""
+    calls = [function.apply(*(x.select(d, i) if isinstance(x, Tensor) and d is not None else x
+                              for x, d in zip(args, in_dims, strict=True))) for i in range(n)]
+    results = tuple(map(torch.stack, zip(*calls, strict=True)))
+    return results, (0,) * len(results)
+
+
 def _split(n: int, results: Any) -> tuple[Any, Any]:
     return tuple(x.reshape(n, -1, *x.shape[1:]) for x in results), (0,) * len(results)
 
@@ -341,6 +395,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
                 rules: Rules) -> Any:
+        if _recorded():
+            return torch.ops.fastmha.attention(q, k, v, mask, sinks, seed, *_flat(rules))
         return _forward(q, k, v, mask, sinks, seed, rules, True)
 
     @staticmethod
@@ -357,7 +413,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        if args[6].dropout:
+            return _each(_Attention, info.batch_size, in_dims, args)
         return _split(info.batch_size, _Attention.apply(*_joined(info.batch_size, in_dims, args, 3)))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _no_tangents()
 
 
 def _of_operands(grads: Sequence[Tensor], sinks: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -372,7 +434,10 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
                 sinks: Tensor | None, seed: Tensor | None, rules: Rules, need_mask_grad: bool) -> Any:
-        return tuple(_backward(grad_out, q, k, v, out, lse, mask, sinks, seed, rules, need_mask_grad))
+        given = grad_out, q, k, v, out, lse, mask, sinks, seed
+        if _recorded():
+            return tuple(torch.ops.fastmha.attention_backward(*given, *_flat(rules), need_mask_grad))
+        return tuple(_backward(*given, rules, need_mask_grad))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -385,6 +450,8 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         n, mask, wanted = info.batch_size, args[6], args[-1]
+        if args[9].dropout:
+            return _each(_Gradient, n, in_dims, args)
         joined = _joined(n, in_dims, args, 6)
         once = wanted and joined[6].shape[0] == 1 and n != 1      # one mask for all: the gradient of each is wanted
         if once:
@@ -393,6 +460,11 @@ class _Gradient(torch.autograd.Function):
         if wanted and (mask.shape[0] if in_dims[6] is None else mask.movedim(in_dims[6], 0).shape[1]) == 1:
             results = (*results[:3], results[3].sum(1, keepdim=True))
         return results, dims
+
+
+def _no_tangents() -> None:
+    raise NotImplementedError("fastmha.torch has no derivatives forward: an operand has a tangent, of torch.func.jvp or of "
+                              "torch.autograd.forward_ad; there are gradients (torch.func.vjp, backward)")
 
 
 def _refused(ctx: Any, *grads: Any) -> Any:

@@ -5,7 +5,9 @@ Causality, windows and padding reach the kernels as what they are: no mask of L 
 """
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +51,8 @@ def register(name: str = "fastmha") -> None:
     -----
     float16 and bfloat16 models are computed in float32 and rounded once at the end; bfloat16 from copies in float32 where the
     package ml_dtypes is missing. ``output_attentions=True`` in a call returns the weights, before dropout, without gradients.
-    Under `torch.compile`, and for patterns that are neither causality nor a window, masks are written out as for "sdpa".
+    For patterns that are neither causality nor a window, masks are written out as for "sdpa", and under `torch.compile` as for
+    "eager", which is also what models get that compute attention themselves.
 
     Examples
     --------
@@ -84,55 +87,100 @@ class Pattern(NamedTuple):
 class Mask(torch.Tensor):
     """A mask (B, 1, Lq, Lk), True = may attend, that `attention` reads as a `Pattern`.
 
-    It has the shape and the type of the one of "sdpa", and becomes that one as soon as anything else looks at its elements.
-    Added to something it is that of "eager": models that compute attention themselves add it to their scores.
+    It has the shape and the type of the one of "sdpa", and is written out as that one as soon as anything else looks at its
+    elements. Added to something, compared in size or cast to floats it is the one of "eager": models that compute attention
+    themselves read it so. Copies and views of it are such masks too; arithmetic that either one would answer is refused.
     """
 
     pattern: Pattern | None                 # None: what it says is written in it
-    said: Mapping[str, Any] | None          # what it is to be written from
+    said: Mapping[str, Any]                 # what transformers said, to write it from
+    elements: Tensor | None                 # as written, once it is
 
     @staticmethod
-    def of(elements: Tensor, pattern: Pattern | None = None, said: Mapping[str, Any] | None = None) -> Mask:
+    def of(elements: Tensor, said: Mapping[str, Any], pattern: Pattern | None = None) -> Mask:
         mask = elements.as_subclass(Mask)
-        mask.pattern, mask.said = pattern, said
+        mask.pattern, mask.said, mask.elements = pattern, said, elements if pattern is None else None
         return mask
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OUTSIDE:
-                return func(*args, **(kwargs or {}))
-            form = _added if func in _ADDITIONS else written
-            result = func(*_all(form, args), **_all(form, kwargs or {}))
-            return Mask.of(result) if func is torch.Tensor.__getitem__ and result.dtype is torch.bool else result
+                return func(*args, **kwargs)
+            first = args[0] if args else None
+            if func in _SAME and len(args) == 1 and not kwargs and isinstance(first, Mask) and _unwritten(first):
+                return Mask.of(first.as_subclass(Tensor), first.said, first.pattern)
+            if func in _EITHER:
+                raise NotImplementedError(f"a mask of fastmha does not tell whether {func.__name__} takes it as one of bool or "
+                                          "as one that is added: use another attn_implementation")
+            if func in _ADDITIONS:
+                return func(*_all(_added, args), **_all(_added, kwargs))
+            result = func(*_all(written, args), **_all(written, kwargs))
+            mask = first if isinstance(first, Mask) else next((x for x in _flat(args) if isinstance(x, Mask)), None)
+            if func in _CASTS and isinstance(first, Mask) and result.is_floating_point():
+                return _additive(written(first), result.dtype)
+            if mask is None or (func not in _VIEWS and result is not mask.elements):
+                return result
+            return _all(lambda x: Mask.of(x, mask.said) if x.dtype is torch.bool else x, result, Tensor)
 
 
-_ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__radd__, torch.Tensor.__iadd__}
-_OUTSIDE = {getattr(torch.Tensor, name).__get__ for name in (       # what says nothing of the elements
+def _named(*names: str) -> set[Any]:
+    """What torch and its tensors have under these names."""
+    return {getattr(of, name) for of in (torch, Tensor) for name in names if hasattr(of, name)}
+
+
+_OUTSIDE = {getattr(Tensor, name).__get__ for name in (       # what says nothing of the elements
     "shape", "ndim", "dtype", "device", "layout", "is_cpu", "is_cuda", "requires_grad", "is_nested", "is_sparse", "is_meta",
     "is_quantized",
-)} | {torch.Tensor.dim, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.ndimension,
-      torch.Tensor.is_floating_point, torch.Tensor.is_contiguous}
+)} | {Tensor.dim, Tensor.size, Tensor.numel, Tensor.__len__, Tensor.ndimension, Tensor.is_floating_point, Tensor.is_contiguous}
+_SAME = {Tensor.clone, torch.clone, Tensor.detach, torch.detach, Tensor.cpu}
+_CASTS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.half, Tensor.double, Tensor.bfloat16}
+_VIEWS = _SAME | _CASTS | {getattr(Tensor, name).__get__ for name in ("T", "mT")} | _named(
+    "__getitem__", "contiguous", "bool", "expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "reshape_as",
+    "unsqueeze", "squeeze", "select", "narrow", "transpose", "swapaxes", "permute", "movedim", "flatten", "unflatten", "repeat",
+    "repeat_interleave", "tile", "index_select", "split", "chunk", "unbind", "cat", "concat", "stack", "flip", "roll")
+_ADDITIONS = _named(
+    "add", "__add__", "__radd__", "add_", "__iadd__", "lt", "le", "gt", "ge", "__lt__", "__le__", "__gt__", "__ge__")
+_EITHER = _named(
+    "sub", "subtract", "rsub", "__sub__", "__rsub__", "__isub__", "mul", "multiply", "__mul__", "__rmul__", "__imul__",
+    "eq", "ne", "__eq__", "__ne__")
 
 
-def _all(form: Callable[[Mask], Tensor], x: Any) -> Any:
-    """x with each Mask in it in another form."""
-    if isinstance(x, Mask):
+def _all(form: Callable[[Any], Any], x: Any, kind: type = Mask) -> Any:
+    """x with what is of that kind in it in another form."""
+    if isinstance(x, kind):
         return form(x)
     if isinstance(x, (tuple, list)) and not hasattr(x, "_fields"):
-        return type(x)(_all(form, y) for y in x)
+        return type(x)(_all(form, y, kind) for y in x)
     if isinstance(x, dict):
-        return {key: _all(form, y) for key, y in x.items()}
+        return {key: _all(form, y, kind) for key, y in x.items()}
     return x
+
+
+def _flat(args: Any) -> list[Any]:
+    return [y for x in args for y in (_flat(x) if isinstance(x, (tuple, list)) else [x])]
+
+
+def _unwritten(mask: Mask) -> bool:
+    """Whether its pattern says all of it: nobody has written into its elements."""
+    return mask.pattern is not None and (mask.elements is None or mask.elements._version == 0)
 
 
 def written(mask: Mask) -> Tensor:
     """Its elements, True = may attend."""
-    return mask.as_subclass(Tensor) if mask.said is None else _written_out(mask.said)
+    if mask.elements is None:
+        with torch.inference_mode(False):       # where nothing counts what is written into a tensor
+            mask.elements = _written_out(mask.said).clone()
+    return mask.elements
 
 
 def _added(mask: Mask) -> Tensor:
-    return torch.zeros(mask.shape).masked_fill_(~written(mask), torch.finfo(torch.float32).min)
+    return _additive(written(mask), mask.said.get("dtype", torch.float32))
+
+
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def _written_out(said: Mapping[str, Any]) -> Tensor:
@@ -141,16 +189,36 @@ def _written_out(said: Mapping[str, Any]) -> Tensor:
     return made
 
 
-def mask(**said: Any) -> Tensor:
-    """What transformers calls once for each kind of layer of a model, with what "sdpa" is told."""
-    if torch.compiler.is_compiling():
-        return _written_out(said)
+def mask(**said: Any) -> Tensor | None:
+    """What transformers calls once for each kind of layer of a model, with what "sdpa" and "eager" are told."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        # of floats: added or handed to `attention`, it is right
+        return masking_utils.eager_mask(**{**said, "allow_is_bidirectional_skip": False})
+    if said.get("config") is not None and not _asks(said["config"].__class__):
+        return masking_utils.eager_mask(**said)
     pattern = _pattern(**said)
     if pattern is None:
-        return Mask.of(_written_out(said))
+        return Mask.of(_written_out(said), said)
     length = said["q_length"] if "q_length" in said else len(said["cache_position"])
     nothing = torch.zeros((), dtype=torch.bool)
-    return Mask.of(nothing.expand(said["batch_size"], 1, int(length), int(said["kv_length"])), pattern, said)
+    return Mask.of(nothing.expand(said["batch_size"], 1, int(length), int(said["kv_length"])), said, pattern)
+
+
+@cache
+def _asks(config: Any) -> bool:
+    """Whether models of such a configuration are known to look their attention up: their files, beside its own, say so."""
+    for of in config.__mro__:
+        package = of.__module__.rpartition(".")[0]
+        if package == "transformers":       # the base of all
+            break
+        files = [file for name, file in list(sys.modules.items()) if package and name.startswith(f"{package}.modeling_")]
+        files += [own for own in (sys.modules.get(of.__module__),) if own is not None and hasattr(own, _LOOKED_UP)]
+        if files:
+            return all(hasattr(file, _LOOKED_UP) for file in files)
+    return False
+
+
+_LOOKED_UP = "ALL_ATTENTION_FUNCTIONS"      # the name by which they have transformers' table
 
 
 def _pattern(*, batch_size: int, kv_length: int, mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
@@ -220,15 +288,18 @@ def attention(
     for name in ("cache", "head_mask"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"fastmha serves no {name} of {type(module).__name__}: use another attn_implementation")
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = face.autocast(query, key, value)
     dtype = query.dtype
     Lq, Lk = query.shape[2], key.shape[2]
     if dtype is torch.bfloat16 and dtype not in face.TYPES:
         query, key, value = query.float(), key.float(), value.float()
     pattern, removed = _NOTHING, attention_mask
     if not torch.compiler.is_compiling() and isinstance(attention_mask, Mask):
-        if attention_mask.pattern is None:
+        if not _unwritten(attention_mask):
             removed = written(attention_mask)[..., :Lk]
         else:
+            assert attention_mask.pattern is not None
             pattern, removed = _fitting(attention_mask.pattern, attention_mask.shape, Lq, Lk), None
     elif attention_mask is not None:
         removed = attention_mask[..., :Lk]

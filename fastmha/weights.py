@@ -335,6 +335,7 @@ def _of_mapping(given: Mapping[Any, Any]) -> _Source:
             x = given[name]
             if hasattr(x, "detach"):        # a tensor
                 x = x.detach().cpu()
+                x = x.clone() if x._is_zerotensor() else x.resolve_neg()        # what is in no memory yet
                 x = x.float() if str(x.dtype) == "torch.bfloat16" else x        # which NumPy has not
         x = validate.as_array(name, x)
         if x.dtype.name == "bfloat16":

@@ -1,5 +1,9 @@
 """fastmha.jax: the bits of fastmha.attention, gradients by differences, under jit, grad and vmap; errors where it is traced."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from support import ADDITIVE, RULE_CALLS, SLOPES, SMALL_CALLS, draw_small, fails, rng  # noqa: F401
@@ -106,6 +110,24 @@ def test_several_large_calls_of_one_program_end():
     step = jax.jit(jax.grad(lambda x: sum(face.attention(x + i, x, x).sum() for i in range(4))))
     for _ in range(3):
         assert np.isfinite(step(x)).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not let processes choose their CPUs")
+def test_on_one_cpu_calls_in_flight_end_where_jax_is_told_to_wait_for_each():
+    """As the notes of `attention` say; without the setting JAX waits forever."""
+    assert 'jax.config.update("jax_cpu_enable_async_dispatch", False)' in face.attention.__doc__
+    program = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax
+import jax.numpy as jnp
+import fastmha.jax
+jax.config.update("jax_cpu_enable_async_dispatch", False)
+x = jnp.ones((4, 8, 256, 64))
+step = jax.jit(jax.grad(lambda x: (fastmha.jax.attention(x * 2, x + 1, x * 3) ** 2).sum()))
+jax.block_until_ready([step(x + i) for i in range(10)])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(("keywords", "error", "message"), [

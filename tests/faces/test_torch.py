@@ -132,6 +132,53 @@ def test_axes_before_the_last_two_broadcast(draw):
     check([draw(L, E), draw(B, H, S, E), draw(H, S, Ev)])
 
 
+def test_operands_of_fewer_axes_than_query(draw):
+    for key, value in (((S, E), (S, Ev)), ((S, E), (B, H, S, Ev)), ((B, 1, S, E), (S, Ev)), ((H, S, E), (S, Ev))):
+        check([draw(B, H, L, E), draw(*key), draw(*value)])
+        check([draw(H, L, E), draw(*key[-3:]), draw(*value[-3:])], draw(L, S))
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 3), (6, 1, 3), (6, 6, 2), (4, 4, 1)], ids=str)
+def test_heads_of_key_and_value_in_groups_of_their_own(heads, draw):
+    check([draw(B, h, n, w) for h, n, w in zip(heads, (L, S, S), (E, E, Ev), strict=True)], enable_gqa=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (3, 0, 4), (3, 2, 0)], ids=str)
+def test_no_rows_at_all_in_five_axes(shape, draw):
+    tensors = [draw(*shape, n, w) for n, w in ((L, E), (S, E), (S, Ev))]
+    for mask in (draw(L, S), draw(*(1 for _ in shape), 1, S), torch.ones(*shape, L, S, dtype=torch.bool)):
+        assert sdpa(*tensors, mask).shape == (*shape, L, Ev)
+
+
+def test_scale_may_be_a_tensor_of_no_axis(draw):
+    tensors = operands(draw)
+    check(tensors, scale=torch.tensor(0.25))
+    for scale in (torch.tensor([0.25]), torch.tensor(0.25, requires_grad=True)):
+        with pytest.raises(TypeError, match=r"^scale must be a number, or a tensor of no axis and without a gradient, got a "):
+            sdpa(*tensors, scale=scale)
+
+
+@pytest.mark.parametrize("lazily", [
+    lambda x: torch._neg_view(-x), lambda x: torch.complex(x, -x).conj().imag,
+    lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)], ids=["negated", "conjugate", "zero"])
+@pytest.mark.parametrize("dtype", sorted(face.TYPES, key=str), ids=str)
+def test_tensors_whose_elements_are_in_no_memory_yet(lazily, dtype, draw):
+    tensors = [*operands(draw), draw(L, S)]
+    tensors = [x.detach().to(dtype) for x in tensors]
+    if dtype.itemsize == 2 and lazily(torch.ones(1)).is_neg():      # no complex numbers of these
+        lazily = torch._neg_view
+    for i in range(4):
+        lazy = list(tensors)
+        lazy[i] = lazily(tensors[i])
+        full = [x + 0 for x in lazy]
+        assert not any(x.is_neg() or x._is_zerotensor() for x in full)
+        assert torch.equal(sdpa(*lazy), sdpa(*full))
+    q, k, v, mask = (x.requires_grad_() for x in tensors)
+    lazy = lazily(sdpa(q, k, v, mask).detach())
+    results = [torch.autograd.grad(sdpa(q, k, v, mask), (q, k, v, mask), g) for g in (lazy, lazy + 0)]
+    assert all(map(torch.equal, *results))
+
+
 def test_every_stride(draw):
     x = draw(B, L, 3, H, E)
     check(list(x.permute(2, 0, 3, 1, 4)))           # heads side by side in one projection
@@ -272,7 +319,94 @@ def test_bfloat16_without_its_package_is_refused_by_name_or_left_to_torch(draw, 
         assert torch.equal(sdpa(*tensors, fallback=True), own(*tensors))
 
 
+# ---------------------------------------------------------------------------------------------------------- autocast
+
+@halves
+def test_autocast_casts_as_for_torchs_own(dtype, draw):
+    q, k, v, mask = (x.detach().float().requires_grad_() for x in (*operands(draw), draw(L, S)))
+    allowed = torch.ones(L, S, dtype=torch.bool).tril()
+    for tensors in ((q, k, v), (q, k.to(dtype), v), (q.half(), k, v.bfloat16()), (q, k, v, mask), (q, k, v, allowed),
+                    (q.to(dtype), k, v.to(dtype), mask)):
+        leaves = (q, k, v, mask)
+        with torch.autocast("cpu", dtype=dtype):
+            out, theirs = sdpa(*tensors), own(*tensors)
+        assert out.dtype is theirs.dtype is dtype
+        by_hand = sdpa(*(x if x.dtype is torch.bool else x.to(dtype) for x in tensors))
+        assert torch.equal(out, by_hand)
+        results = [torch.autograd.grad(x.float().sin().sum(), leaves, allow_unused=True) for x in (out, by_hand)]
+        for ours, expected in zip(*results, strict=True):
+            assert (ours is None) is (expected is None)
+            assert ours is None or (ours.dtype is torch.float32 and torch.equal(ours, expected))
+
+
+def test_autocast_leaves_float64(draw):
+    tensors = operands(draw)
+    with torch.autocast("cpu", dtype=torch.float16):
+        close(sdpa(*tensors), own(*tensors))
+
+
+@halves
+def test_autocast_compiled_whole(dtype, draw):
+    tensors = [x.detach().float() for x in operands(draw)]
+
+    def f(*tensors):
+        with torch.autocast("cpu", dtype=dtype):
+            return sdpa(*tensors)
+
+    out = torch.compile(f, fullgraph=True, backend="aot_eager")(*tensors)
+    assert out.dtype is dtype
+    assert torch.equal(out, f(*tensors))
+
+
+def test_a_patched_rotary_model_under_autocast(draw):
+    """Whose queries and keys a rotation by float32 leaves in float32."""
+    linear = torch.nn.Linear(16, 48)
+    x = draw(2, 6, 16, dtype=torch.float32, grad=False)
+
+    def attention():
+        with torch.autocast("cpu", dtype=torch.float16):
+            q, k, v = linear(x).view(2, 6, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            return torch.nn.functional.scaled_dot_product_attention(q * torch.ones(1), k * torch.ones(1), v)
+
+    expected = attention()
+    with face.patch(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = attention()
+    assert ours.dtype is expected.dtype is torch.float16
+    assert (ours - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
 # ----------------------------------------------------------------------------------------------------------- dropout
+
+@types
+def test_dropout_of_all_weights_gives_zeros(dtype, draw):
+    check(operands(draw, dtype), draw(L, S, dtype=dtype), dropout_p=1.0)
+
+
+def test_dropout_mapped_over_samples(draw):
+    """The same draw for each of them, or one of its own."""
+    q, k, v = (x.detach() for x in operands(draw))
+
+    def loss(q, p=0.5):
+        return sdpa(q, k, v, dropout_p=p).square().sum()
+
+    for function in (lambda q: sdpa(q, k, v, dropout_p=0.5), torch.func.grad(loss)):
+        torch.manual_seed(5)
+        one = function(q)
+        torch.manual_seed(5)
+        same = torch.func.vmap(function, randomness="same")(q.expand(3, *q.shape))
+        assert all(torch.equal(x, one) for x in same)
+        different = torch.func.vmap(function, randomness="different", in_dims=1)(q.unsqueeze(1).expand(-1, 3, -1, -1, -1))
+        assert not torch.equal(different[0], different[1])
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.func.vmap(loss)(q[None])
+    mask = draw(1, 1, L, S)
+    torch.manual_seed(6)
+    expected = torch.autograd.grad(sdpa(q, k, v, mask, dropout_p=0.5).square().sum(), mask)[0]
+    torch.manual_seed(6)
+    gradient = torch.func.grad(lambda mask, q: sdpa(q, k, v, mask, dropout_p=0.5).square().sum())
+    close(torch.func.vmap(gradient, in_dims=(None, 0), randomness="same")(mask, q[None])[0], expected)
+
 
 def test_dropout_follows_torchs_seed_and_has_the_gradients_of_what_it_dropped(draw):
     tensors = operands(draw)
@@ -307,6 +441,101 @@ def test_second_derivatives_are_refused(draw):
     grad = torch.autograd.grad(sdpa(*tensors).square().sum(), tensors[0], create_graph=True)[0]
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")       # PyTorch's own, of its decompositions
+def test_derivatives_forward_are_refused(draw):
+    q, k, v, mask = (x.detach() for x in (*operands(draw), draw(L, S)))
+    refused = pytest.raises(NotImplementedError, match=r"^fastmha.torch has no derivatives forward: an operand has a tangent, ")
+    for grad in (False, True):
+        for i in range(4):
+            tensors = [q.clone().requires_grad_(grad), k, v, mask]
+            with torch.autograd.forward_ad.dual_level(), refused:
+                tensors[i] = torch.autograd.forward_ad.make_dual(tensors[i], tensors[i].detach())
+                sdpa(*tensors)
+    for f in (lambda q: sdpa(q, k, v), torch.func.vmap(lambda q: sdpa(q, k[0], v[0])),
+              torch.func.grad(lambda q: sdpa(q, k, v).sum())):
+        with refused:
+            torch.func.jvp(f, (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with refused:
+            torch.func.vmap(lambda x: sdpa(x, k[0], v[0]))(dual)
+        close(sdpa(q, k, v), own(q, k, v))      # no operand has one
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_traces_a_program_records_the_call(draw):
+    fx = pytest.importorskip("torch.fx.experimental.proxy_tensor")
+    tensors, others = operands(draw), [x.detach().sin().requires_grad_() for x in operands(draw)]
+
+    def f(q, k, v):
+        return sdpa(q, k, v, is_causal=True)
+
+    expected = torch.autograd.grad(f(*others).sin().sum(), others)
+    for traced in (torch.jit.trace(f, tensors, check_trace=False),
+                   *(fx.make_fx(f, tracing_mode=mode)(*[x.detach() for x in tensors]) for mode in ("real", "fake", "symbolic"))):
+        close(traced(*others), f(*others))
+        for ours, theirs in zip(torch.autograd.grad(traced(*others).sin().sum(), others), expected, strict=True):
+            close(ours, theirs)
+    gradient = torch.func.grad(lambda q, k, v: f(q, k, v).sin().sum())
+    close(fx.make_fx(gradient)(*[x.detach() for x in tensors])(*[x.detach() for x in others]), expected[0])
+    mapped = torch.func.vmap(lambda q: f(q, *(x.detach() for x in others[1:])))
+    q = others[0].detach()
+    close(fx.make_fx(mapped)(torch.zeros(1, *q.shape, dtype=q.dtype))(q[None]), mapped(q[None]))
+    dropped = torch.jit.trace(lambda q, k, v: sdpa(q, k, v, dropout_p=0.5), tensors, check_trace=False)
+    assert not torch.equal(dropped(*others), dropped(*others))
+
+    def weights(q, k, v):
+        return face.weights(q, k, v, None, None, Rules())
+
+    with pytest.raises(NotImplementedError, match=r"^fastmha.torch gives no weights to what traces a program"):
+        torch.jit.trace(weights, tensors)
+
+
+def test_a_mode_of_torchs_dispatch_sees_the_operator(draw):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensors = [x.detach() for x in operands(draw)]
+    with Seen():
+        out = sdpa(*tensors)
+    assert torch.ops.fastmha.attention.default in seen
+    close(out, own(*tensors))
+
+
+def test_tensors_of_other_classes_decide_what_the_call_means(draw):
+    asked = []
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    class Plain(torch.Tensor):
+        pass
+
+    tensors = [x.detach() for x in operands(draw)]
+    for i in range(3):
+        asked.clear()
+        out = sdpa(*[x.as_subclass(Asked) if i == j else x for j, x in enumerate(tensors)])
+        assert asked == [sdpa]
+        assert type(out) is Asked
+        close(out.as_subclass(torch.Tensor), own(*tensors))
+    with face.patch():
+        asked.clear()
+        torch.nn.functional.scaled_dot_product_attention(tensors[0].as_subclass(Asked), *tensors[1:])
+        assert asked == [own]
+    assert type(sdpa(tensors[0].as_subclass(Plain), *tensors[1:])) is Plain
+    traced = torch.fx.symbolic_trace(lambda q, k, v: sdpa(q, k, v, is_causal=True))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [sdpa]
+    close(traced(*tensors), own(*tensors, is_causal=True))
 
 
 def test_gradients_of_some_tensors_alone(draw):
@@ -489,6 +718,7 @@ def test_what_is_not_served_goes_to_torch_and_is_said_once(draw):
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).bool(), is_causal=True), ValueError, r"^is_causal and attn_mask are given"),
     (lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]), ValueError, r"^key has 2 heads on axis -3 but query has 4: enable_gqa=True"),
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S + 1, dtype=q.dtype)), ValueError, "mask"),
+    (lambda q, k, v: sdpa(q, k[0, :2], v), ValueError, r"^key has 2 heads on axis -3 but query has 4: enable_gqa=True"),
     (lambda q, k, v: sdpa(q, k, v, dropout_p=1.5), ValueError, "dropout"),
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).int()), TypeError, r"^attn_mask must be .* of bool or torch.float64 .*int32"),
     (lambda q, k, v: sdpa(q.half(), k.half(), v.half(), torch.ones(L, S).double()), TypeError,

@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import sys
 import warnings
 
 import numpy as np
@@ -58,10 +57,24 @@ PAIRS = {
              "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0,
              "forced_eos_token_id": 2},
 }  # fmt: skip
+OWN = {     # models that compute attention themselves, each reading its mask in a way of its own
+    "bloom": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "pad_token_id": 0,
+              "bos_token_id": 1, "eos_token_id": 2},
+    "mpt": {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "initializer_range": 0.2,
+            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "xglm": {"vocab_size": VOCABULARY, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "init_std": 0.2,
+             "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}  # fmt: skip
+OWN_ENCODERS = {
+    "megatron-bert": SMALL,
+    "roformer": SMALL,
+    "longformer": SMALL | {"attention_window": [4, 4]},
+    "canine": SMALL | {"num_hash_buckets": 64},
+}
 
 
 def build(name, implementation):
-    kinds = ((transformers.AutoModelForCausalLM, DECODERS), (transformers.AutoModel, ENCODERS),
+    kinds = ((transformers.AutoModelForCausalLM, DECODERS | OWN), (transformers.AutoModel, ENCODERS | OWN_ENCODERS),
              (transformers.AutoModelForSeq2SeqLM, PAIRS))
     kind, settings = next((kind, of[name]) for kind, of in kinds if name in of)
     config = transformers.AutoConfig.for_model(name, **settings)
@@ -120,10 +133,25 @@ def test_outputs_without_a_mask_of_all_pairs(name, padding, models, written):
     assert not written
 
 
-def asks_for_attention(name):
-    """Whether the version of transformers that is here lets this model use another attention than its own."""
-    source = sys.modules[type(build(name, "eager")).__module__]
-    return hasattr(source, "ALL_ATTENTION_FUNCTIONS")
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize("name", [*OWN, *OWN_ENCODERS])
+def test_models_that_compute_attention_themselves_give_what_they_gave(name, padding, models):
+    inputs = batch(padding)
+    valid = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    with torch.no_grad():
+        eager, ours = (model(**inputs)[0][valid] for model in models(name))
+    assert torch.equal(ours, eager)
+
+
+@pytest.mark.parametrize("name", [*OWN, "megatron-bert", "roformer"])
+def test_models_that_compute_attention_themselves_compiled(name, models):
+    inputs = batch("left")
+    valid = inputs["attention_mask"].bool()
+    eager, ours = models(name)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compiler.reset()
+        close(torch.compile(ours, backend="eager")(**inputs)[0][valid], eager(**inputs)[0][valid])
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])
@@ -133,7 +161,7 @@ def test_outputs_of_encoder_and_decoder(name, padding, models, written):
     with torch.no_grad():
         eager, ours = (model(**inputs) for model in models(name))
     close(ours.logits, eager.logits)
-    assert bool(written) is not asks_for_attention(name)
+    assert not written
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
@@ -157,9 +185,9 @@ def test_gradients_of_a_training_step(name, padding, models):
 
 
 @pytest.mark.parametrize("how", ["greedy", "padded", "beams", "static", "padded static", "sampled"])
-@pytest.mark.parametrize("name", [*DECODERS, *PAIRS])
+@pytest.mark.parametrize("name", [*DECODERS, *PAIRS, *OWN])
 def test_generated_tokens(name, how, models):
-    if "static" in how and not models(name)[0]._can_compile_fullgraph:
+    if "static" in how and name not in OWN and not models(name)[0]._can_compile_fullgraph:
         with pytest.raises(ValueError, match=r"(?i)static"):        # transformers has none for it
             models(name)[0].generate(**batch("none"), max_new_tokens=2, cache_implementation="static")
         return
@@ -264,6 +292,20 @@ def test_bfloat16_without_its_package_is_computed_from_copies(monkeypatch):
     assert torch.equal(out, expected.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "bert"])
+def test_autocast_errs_no_more_than_eager(name, dtype, models):
+    inputs = batch("left" if name in DECODERS else "right")
+    valid = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        exact = models(name)[0](**inputs)[0][valid]
+        with torch.autocast("cpu", dtype=dtype):
+            eager, ours = (model(**inputs)[0][valid] for model in models(name))
+    assert ours.dtype is eager.dtype
+    error, bound = ((x.double() - exact).abs().mean() for x in (ours, eager))
+    assert error <= 1.3 * bound + 1e-6 * exact.abs().max()
+
+
 def test_dropout_in_training(models):
     config = transformers.AutoConfig.for_model("bert", **SMALL, attention_probs_dropout_prob=0.5, hidden_dropout_prob=0.0)
     model = transformers.AutoModel.from_config(config, attn_implementation="fastmha").train()
@@ -323,21 +365,114 @@ def test_a_pattern_says_what_the_written_mask_says(function, valid, q_length, q_
                                key_ranges=pattern.key_ranges)
     np.testing.assert_allclose(ours, reference.attention(q, k, v, mask=~expected.numpy()), rtol=0, atol=1e-14)
     assert made.shape == expected.shape == (2, 1, q_length, 6)
-    for look in (lambda x: x.sum(), lambda x: torch.where(x, 1.0, 0.0), lambda x: ~x, lambda x: x.clone(), lambda x: x & True,
-                 lambda x: torch.cat([x, x]), lambda x: x.to(torch.float32), lambda x: ~x[:, :, :1], lambda x: x[..., 1:].sum()):
+    for look in (lambda x: x.sum(), lambda x: torch.where(x, 1.0, 0.0), lambda x: ~x, lambda x: x & True, lambda x: x.long(),
+                 lambda x: ~x[:, :, :1], lambda x: x[..., 1:].sum()):
         assert type(look(made)) is torch.Tensor
         assert torch.equal(look(made), look(expected))
     scores = heads(2, 3, q_length, 6)
-    for added in (scores + made, made + scores, scores + made[:, :, :, :6], torch.add(scores, made), scores.clone().add_(made)):
+    removed = scores.masked_fill(~expected, torch.finfo(torch.float32).min)
+    for added in (scores + made, made + scores, scores + made[:, :, :, :6], torch.add(scores, made), scores.clone().add_(made),
+                  *(scores + view(made) for view in VIEWS), *(scores + cast(view(made)) for view in VIEWS for cast in CASTS)):
         assert type(added) is torch.Tensor
-        assert torch.equal(added.softmax(-1), scores.masked_fill(~expected, torch.finfo(torch.float32).min).softmax(-1))
+        assert torch.equal(added.softmax(-1), removed.softmax(-1))
+    assert torch.equal(made < 0, ~expected)
+
+
+VIEWS = [lambda x: x, lambda x: x.clone(), lambda x: x.contiguous(), lambda x: x.to("cpu"), lambda x: x.to(torch.bool),
+         lambda x: x.detach(), lambda x: x.bool(), lambda x: x.expand(-1, 3, -1, -1), lambda x: x.repeat(1, 3, 1, 1),
+         lambda x: x.squeeze(1).unsqueeze(1),
+         lambda x: x.mT.contiguous().transpose(2, 3), lambda x: torch.cat([x[:1], x[1:]]), lambda x: torch.stack(x.unbind()),
+         lambda x: x.reshape(-1).view(x.shape)]  # fmt: skip
+CASTS = [lambda x: x.to(torch.float32), lambda x: x.float(), lambda x: x.type(torch.float32), lambda x: x.to(dtype=torch.float32),
+         lambda x: x.type_as(torch.zeros(()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_what_is_added_is_of_the_models_dtype(dtype):
+    made = face.mask(**in_words(3, kv_length=3, dtype=dtype))
+    for added in (torch.zeros(3, 3, dtype=dtype) + made, made.to(dtype)):
+        assert added.dtype is dtype
+        assert torch.equal(added, torch.full((1, 1, 3, 3), torch.finfo(dtype).min, dtype=dtype).triu(1))
+
+
+@pytest.mark.parametrize("read", [lambda x: 1.0 - x, lambda x: x * 2.0, lambda x: x == 0, lambda x: torch.ne(x, 1)])
+def test_what_masks_of_two_kinds_would_answer_apart_is_refused(read):
+    made = face.mask(**in_words(3, kv_length=3))
+    for x in (made, made[:, 0], made.contiguous()):
+        with pytest.raises(NotImplementedError, match=r"^a mask of fastmha does not tell whether \w+ takes it as one of bool or"):
+            read(x)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_written_into_a_mask_holds(mode):
+    q = heads(1, 1, 3, 4)
+    with mode():
+        for write in (lambda x: x.__setitem__((..., 0), False), lambda x: x[:, 0, :, 0].fill_(False),
+                      lambda x: x.logical_and_(torch.arange(3) > 0)):
+            made = face.mask(**in_words(3, kv_length=3, attention_mask=torch.tensor([[1, 1, 1]]).bool()))
+            write(made)
+            expected = torch.ones(3, 3, dtype=torch.bool).tril()
+            expected[:, 0] = False
+            assert torch.equal(made & True, expected[None, None])
+            close(face.attention(torch.nn.Module(), q, q, q, made)[0],
+                  face.attention(torch.nn.Module(), q, q, q, expected[None, None])[0], 0)
+
+
+def test_a_look_at_a_mask_leaves_it_the_rules_it_says(monkeypatch):
+    made = face.mask(**in_words(3, kv_length=3))
+    made.sum()
+    seen = []
+    monkeypatch.setattr(face.face, "attend", lambda q, k, v, mask, *more: seen.append(mask) or q)
+    for x in (made, made.clone(), made.detach()):
+        face.attention(torch.nn.Module(), *[heads(1, 1, 3, 4)] * 3, x)
+    assert seen == [None] * 3
+
+
+def test_a_model_that_overrides_the_attention_of_another_still_adds_a_mask():
+    class Own(transformers.models.llama.modeling_llama.LlamaAttention):
+        def forward(self, hidden_states, attention_mask=None, **more):
+            q, k, v = (f(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                       for f in (self.q_proj, self.k_proj, self.v_proj))
+            scores = q @ k.repeat_interleave(2, 1).mT
+            if attention_mask is not None:
+                scores = scores + attention_mask[:, :, :, :k.shape[2]].expand(-1, 4, -1, -1).to(scores.dtype)
+            return self.o_proj((scores.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2).flatten(2)), None
+
+    results = []
+    for implementation in ("eager", "fastmha"):
+        model = build("llama", implementation)
+        for i, layer in enumerate(model.model.layers):
+            own = Own(model.config, i)
+            own.load_state_dict(layer.self_attn.state_dict())
+            layer.self_attn = own
+        with torch.no_grad():
+            results.append(model(**batch("right")).logits)
+    assert torch.equal(*results)
+
+
+class Configuration(transformers.LlamaConfig):
+    """One of whose models nothing is known beside those of Llama."""
+
+
+class Unknown(transformers.PreTrainedConfig):
+    """One of whose models nothing is known."""
+
+
+def test_masks_are_rules_where_models_are_known_to_look_their_attention_up():
+    for config, kind in ((Configuration(), face.Mask), (transformers.LlamaConfig(), face.Mask), (Unknown(), torch.Tensor),
+                         (transformers.BloomConfig(), torch.Tensor)):
+        made = face.mask(**in_words(3, kv_length=3, config=config, dtype=torch.float32))
+        assert type(made) is kind
+        assert made.dtype is (torch.bool if kind is face.Mask else torch.float32)
 
 
 def test_other_patterns_are_written_out():
     function = transformers.masking_utils.chunked_causal_mask_function(2, torch.zeros(1, dtype=torch.int64))
     said = in_words(5, kv_length=5, mask_function=function)
     assert face.mask(**said).pattern is None
-    assert torch.equal(face.mask(**said), transformers.masking_utils.sdpa_mask(**said, allow_is_causal_skip=False))
+    expected = transformers.masking_utils.sdpa_mask(**said, allow_is_causal_skip=False)
+    assert torch.equal(face.mask(**said), expected)
+    assert torch.equal((face.mask(**said).clone() + torch.zeros(5, 5)).exp(), expected.float())
 
 
 def heads(*shape):
@@ -367,7 +502,7 @@ def test_keys_that_are_not_there_are_not_counted():
     made = face.mask(**in_words(3, kv_length=6, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]).bool()))
     q, k = heads(1, 1, 3, 4), heads(1, 1, 4, 4)
     out, _ = face.attention(torch.nn.Module(), q, k, k, made)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, made.clone()[..., :4])
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, made[..., :4])
     close(out, expected.transpose(1, 2).nan_to_num(), 1e-6)
 
 

@@ -250,6 +250,15 @@ def test_output_of_gpt2(torch):
     close(ours.forward(X, is_causal=True), theirs(torch.from_numpy(X))[0])
 
 
+def test_tensors_whose_elements_are_in_no_memory_yet(torch):
+    state = {name: torch.randn(WIDTH, WIDTH) for name in ("W_Q", "W_K", "W_V", "W_O")}
+    lazy = state | {"W_Q": torch._neg_view(state["W_Q"]), "W_K": torch.complex(state["W_K"], state["W_K"]).conj().imag,
+                    "W_V": torch._efficientzerotensor((WIDTH, WIDTH))}
+    expected = state | {"W_Q": -state["W_Q"], "W_K": -state["W_K"], "W_V": 0 * state["W_V"]}
+    for name, p in weights.load(lazy, module()).parameters().items():
+        np.testing.assert_array_equal(p, expected[name].numpy())
+
+
 ROTARY = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": WIDTH, "head_dim": 3}
 
 
