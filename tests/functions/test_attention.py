@@ -21,6 +21,7 @@ from support import (
     all_dtypes,
     assert_close,
     check,
+    crossed_oracle,
     draw,
     draw_ill_scaled,
     dtypes,
@@ -597,7 +598,7 @@ def test_everything_at_once(isa, problem):
     arrays, keywords = problem
     threads = keywords.pop("threads")
     with selected(isa):
-        results = check(*arrays, **keywords)
+        results = check(*arrays, of=crossed_oracle, **keywords)      # of one row among so many problems scores may round apart
         again = run(fastmha, *arrays, threads=threads, **keywords)
     for a, b in zip(results, again, strict=True):
         assert same_bits(a, b)
