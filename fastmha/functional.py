@@ -202,8 +202,8 @@ def attention_backward(
         As in `attention`.
     need_bias_grad : bool
         Also return the gradient of the mask, which must be one of floats: a pass of its own, two products more than five, and
-        after "blas" behind a backward pass of "tiled". That multiplies by vectors then: on matrix tiles the other gradients differ
-        within rounding.
+        after "blas" behind a backward pass of "tiled". That multiplies by vectors then: where it would be on matrix tiles the
+        other gradients differ within rounding.
 
     Returns
     -------

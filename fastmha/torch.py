@@ -112,16 +112,10 @@ def scaled_dot_product_attention(
         return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal and attn_mask are given: PyTorch takes one of them; let the mask remove what lies ahead")
-    if isinstance(scale, Tensor):       # a number, to torch
+    if scale is not None and isinstance(scale, Tensor):     # a number, to torch
         if scale.ndim or scale.requires_grad:
             raise TypeError(f"scale must be a number, or a tensor of no axis and without a gradient, got {_described(scale)}")
         scale = scale.item()
-    heads, of_key, of_value = _heads(query), _heads(key), _heads(value)
-    if not enable_gqa and heads != of_key and 1 not in (heads, of_key):
-        raise ValueError(f"key has {of_key} heads on axis -3 but query has {heads}: enable_gqa=True lets query's be a multiple "
-                         "of key's")
-    if enable_gqa and of_key != of_value and of_key and of_value:
-        key, value = (x.repeat_interleave(lcm(of_key, of_value) // _heads(x), -3) for x in (key, value))
     leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
     rules = NO_RULES if scale is None and not is_causal and not dropout_p else Rules(
         is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
@@ -248,10 +242,17 @@ def _in_four_axes(
 ) -> tuple[tuple[int, ...] | None, Tensor, Tensor, Tensor, Tensor | None]:
     """The result's axes before the last two, where they are not two; views (B, H, length, width); the mask with 4 axes."""
     of_q, of_k, of_v = query.shape, key.shape, value.shape
-    if len(of_q) == len(of_k) == len(of_v) == 4 and of_q[0] == of_k[0] == of_v[0] and (grouped or of_q[1] == of_k[1] == of_v[1]):
+    if len(of_q) == len(of_k) == len(of_v) == 4 and of_q[0] == of_k[0] == of_v[0] and of_k[1] == of_v[1] and (
+            grouped or of_q[1] == of_k[1]):
         if mask is not None and mask.ndim != 4:
             mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         return None, query, key, value, mask
+    many, of_key, of_value = _heads(query), _heads(key), _heads(value)
+    if not grouped and many != of_key and 1 not in (many, of_key):
+        raise ValueError(f"key has {of_key} heads on axis -3 but query has {many}: enable_gqa=True lets query's be a multiple "
+                         "of key's")
+    if grouped and of_key != of_value and of_key and of_value:
+        key, value = (x.repeat_interleave(lcm(of_key, of_value) // _heads(x), -3) for x in (key, value))
     axes = max(len(of_q), len(of_k), len(of_v))
     tensors = [x.reshape((1,) * (axes - x.ndim) + tuple(x.shape)) for x in (query, key, value)]
     heads = [x.shape[-3:-2] for x in tensors]
@@ -273,9 +274,13 @@ def _in_four_axes(
 def _array(x: Tensor) -> np.ndarray:
     if x.requires_grad:
         x = x.detach()
-    if x.is_neg() or x._is_zerotensor():        # a sign, or zeros, that are in no memory yet
-        x = torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x)
-    return x.view(torch.int16).numpy().view(_BFLOAT16) if x.dtype is torch.bfloat16 else x.numpy()
+    try:
+        return x.view(torch.int16).numpy().view(_BFLOAT16) if x.dtype is torch.bfloat16 else x.numpy()
+    except RuntimeError:
+        if not (x.is_neg() or x._is_zerotensor()):
+            raise
+        # A sign, or zeros, that are in no memory yet.
+        return _array(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x))
 
 
 def _tensor(x: np.ndarray) -> Tensor:
