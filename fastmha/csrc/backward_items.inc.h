@@ -1,7 +1,7 @@
 /* The items of the "tiled" algorithm backward.
  *
  * Key tiles outside, query blocks inside, those of a long head in sections, one after the other. A head is one item (FMHA_WHOLE), or it is
- * split, with the same bits, for when there are fewer heads than threads: its blocks are prepared (FMHA_PREPARE), its tiles or parts of
+ * split, with the same bits, where whole heads would leave threads idle: its blocks are prepared (FMHA_PREPARE), its tiles or parts of
  * these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these (FMHA_RESULTS). Where these are
  * few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks gives to dK and dV is added to the
  * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. */

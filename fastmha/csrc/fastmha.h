@@ -141,7 +141,7 @@ typedef struct {
     char *weights;              /* (B, H, Lq, Lk) contiguous, tiled_weights only */
     fmha_array grad_out, grad_q, grad_k, grad_v;    /* backward only */
     fmha_array grad_mask;       /* of an additive mask, in its shape: a pass of its own behind the others of backward */
-    int mode;                   /* backward only */
+    int mode;                   /* which pass: of backward, and of packed sequences forward */
     ptrdiff_t share;            /* blocks of a share, where heads are split into these; else 0 */
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;

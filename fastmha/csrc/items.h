@@ -1,5 +1,5 @@
 /* How a pass is cut into the items that the pool hands out, and what item n is. A pass takes heads, or matrices, and cuts the
- * rows and the columns of each: query rows and keys, or those of a matrix. By the sizes alone, never by the number of threads. */
+ * rows and the columns of each: query rows and keys, or those of a matrix. How finely, may follow the number of threads: no bit does. */
 #ifndef FMHA_ITEMS_H
 #define FMHA_ITEMS_H
 

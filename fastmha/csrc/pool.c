@@ -301,7 +301,7 @@ static int this_cpu(void)
 }
 
 /* Where other threads keep all CPUs busy, as those of BLAS do that look for work long after a product, the system may wake a worker
-   on the CPU of its caller and leave it there: the two take turns, while threads that only look would give way. It moves once. */
+   on the CPU of its caller and leave it there: the two take turns, while threads that only look would give way. */
 static void leave_cpu_of_caller(void)
 {
 #ifdef __linux__

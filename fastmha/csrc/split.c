@@ -10,7 +10,7 @@
 
 #define PRODUCTS 5
 #define MOST_MEETINGS (1 << 18)     /* of blocks and tiles of the heads that are split: with more of them all ways are near to even */
-#define MOST_TRIED 192              /* for each thread, of blocks and parts of tiles, and where more heads are split than must be */
+#define MOST_TRIED 192              /* meetings for each thread, of parts of tiles, or where more heads are split than must be */
 #define EVEN 0.98                   /* of the threads busy: no other way is looked for */
 #define QUICK_MEETINGS 200          /* for each product of a thread, of a quick look: it takes about a tenth of the pass that way */
 #define TOGETHERS 6                 /* parts of the keys together: 1, 2, 4 .. 32 */
