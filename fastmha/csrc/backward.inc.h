@@ -11,6 +11,7 @@
 
 #define FAR_LSE 8               /* beyond the log of the number of keys, or below 0: the sum of P is looked at */
 #define HUGE_LSE 256            /* |lse| from where on no lse is taken; from FAR_LSE on where "decode" may have written it */
+#define LONE_ROWS 16            /* of as few lse is far from FAR_LSE on, however many keys: its rounding, the error of grad_k, is not evened out */
 
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
  * width), q^T scaled (D, queries), grad_out^T (Dv, queries); of each row shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
@@ -184,7 +185,8 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
 {
     const fmha_run *run = w->run;
     ptrdiff_t queries = block->queries;
-    REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS];
+    /* Of long rows one sum would round as often as there are keys: sums of FMHA_SUM_KEYS are added, and what that rounds off as well. */
+    REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS], total_lost[BLOCK_ROWS] = {0}, delta_lost[BLOCK_ROWS] = {0};
     FMHA_NAME(begin_rows)(&run->p, block, peak, total);
     memset(delta, 0, sizeof delta);
     for (ptrdiff_t j = block->j0 / TILE_KEYS * TILE_KEYS, n; j < block->j1; j += n) {
@@ -200,19 +202,31 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
                 best = v_max(score, best);
             }
             VEC shift = v_select(v_equal(best, gone), zero, best), shrink = FMHA_NAME(exp)(before - shift);
-            VEC sum = v_load(total + v * LANES) * shrink, weighted = v_load(delta + v * LANES) * shrink;
-            for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
-                VEC score = v_load(s + k * queries), e = FMHA_NAME(exp)(score - shift);
-                sum = sum + e;
-                weighted = v_select(v_equal(score, gone), weighted, weighted + e * v_load(g + k * queries));
+            REAL *const totals[] = {total + v * LANES, delta + v * LANES}, *const lost[] = {total_lost + v * LANES, delta_lost + v * LANES};
+            for (int m = 0; m < 2; m++) {
+                v_store(totals[m], v_load(totals[m]) * shrink);
+                v_store(lost[m], v_load(lost[m]) * shrink);
+            }
+            for (ptrdiff_t k = block->low[v]; k < block->high[v];) {
+                VEC sums[2] = {zero, zero};
+                for (ptrdiff_t end = k + FMHA_SUM_KEYS < block->high[v] ? k + FMHA_SUM_KEYS : block->high[v]; k < end; k++) {
+                    VEC score = v_load(s + k * queries), e = FMHA_NAME(exp)(score - shift);
+                    sums[0] = sums[0] + e;
+                    sums[1] = v_select(v_equal(score, gone), sums[1], sums[1] + e * v_load(g + k * queries));
+                }
+                for (int m = 0; m < 2; m++) {
+                    const VEC before = v_load(totals[m]), after = before + sums[m], added = after - before;
+                    v_store(totals[m], after);
+                    v_store(lost[m], v_load(lost[m]) + ((before - (after - added)) + (sums[m] - added)));
+                }
             }
             v_store(peak + v * LANES, best);
-            v_store(total + v * LANES, sum);
-            v_store(delta + v * LANES, weighted);
         }
     }
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], shift = peak[r] == NEGATIVE_INFINITY ? 0 : peak[r];
+        if (total_lost[r] - total_lost[r] == 0) total[r] += total_lost[r];      /* where a sum is infinite, what it lost is none */
+        if (delta_lost[r] - delta_lost[r] == 0) delta[r] += delta_lost[r];
         if (!chosen[r] || FMHA_NAME(of_more_keys)(lse, shift + REAL_LOG(total[r]))) continue;
         packed->shift[r] = shift;
         packed->inverse[r] = 1 / total[r];

@@ -393,8 +393,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const
     const int mode = run->mode;
     const fmha_item item = fmha_item_of(&run->cut, index);
     FMHA_NAME(gradients) x = {
-        .w = {.run = run, .far = FMHA_NAME(values_far)(p), .far_above = REAL_LOG((REAL)p->Lk) + FAR_LSE, .few = run->cut.rows <= FMHA_DECODE_ROWS,
-              .fewest = run->cut.rows <= FEW_QUERIES},
+        .w = {.run = run, .far = FMHA_NAME(values_far)(p), .few = run->cut.rows <= FMHA_DECODE_ROWS,
+              .far_above = FAR_LSE + (run->cut.rows <= LONE_ROWS ? 0 : REAL_LOG((REAL)p->Lk)), .fewest = run->cut.rows <= FEW_QUERIES},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
         .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
         .share = mode == FMHA_WHOLE ? 0 : run->share, .keys = mode == FMHA_WHOLE ? TILE_KEYS : run->cut.col_step,
