@@ -113,9 +113,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal and attn_mask are given: PyTorch takes one of them; let the mask remove what lies ahead")
     if scale is not None and isinstance(scale, Tensor):     # a number, to torch
-        if scale.ndim or scale.requires_grad:
-            raise TypeError(f"scale must be a number, or a tensor of no axis and without a gradient, got {_described(scale)}")
-        scale = scale.item()
+        scale = _number(scale)
     leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
     rules = NO_RULES if scale is None and not is_causal and not dropout_p else Rules(
         is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
@@ -231,6 +229,12 @@ def computed(x: Tensor) -> torch.dtype:
 def _described(x: Tensor) -> str:
     kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.").replace("strided", "dense")
     return f"a {kind} one of {x.dtype} with {x.ndim} axes on {x.device}"
+
+
+def _number(scale: Tensor) -> float:
+    if scale.ndim or scale.requires_grad:
+        raise TypeError(f"scale must be a number, or a tensor of no axis and without a gradient, got {_described(scale)}")
+    return float(scale.item())
 
 
 def _heads(x: Tensor) -> int:
