@@ -113,7 +113,7 @@ def test_several_large_calls_of_one_program_end():
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not let processes choose their CPUs")
-def test_on_one_cpu_calls_in_flight_end_where_jax_is_told_to_wait_for_each():
+def test_on_one_cpu_calls_in_flight_end_where_jax_is_told_to_wait_for_each(tmp_path):
     """As the notes of `attention` say; without the setting JAX waits forever."""
     assert 'jax.config.update("jax_cpu_enable_async_dispatch", False)' in face.attention.__doc__
     program = """
@@ -127,7 +127,7 @@ x = jnp.ones((4, 8, 256, 64))
 step = jax.jit(jax.grad(lambda x: (fastmha.jax.attention(x * 2, x + 1, x * 3) ** 2).sum()))
 jax.block_until_ready([step(x + i) for i in range(10)])
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(("keywords", "error", "message"), [
