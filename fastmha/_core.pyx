@@ -1118,7 +1118,7 @@ def remembered_cuts():
 
 
 cdef int remember(object key, object cut) except -1:
-    if len(cuts) >= MOST_CUTS:
+    if len(cuts) >= MOST_CUTS and key not in cuts:
         cuts.clear()
     cuts[key] = cut
     return 0

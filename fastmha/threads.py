@@ -96,7 +96,7 @@ def _granted_cpus(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/
     except (OSError, ValueError):
         return _MOST
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         for group in (PurePosixPath(path), *PurePosixPath(path).parents):       # a group has no more than those above it

@@ -17,8 +17,9 @@ typedef void (*fmha_task)(void *context, ptrdiff_t item, int worker);
    Tasks run with subnormal numbers flushed to 0 (subnormals.h). A run that is to stop (below) hands out no more items. */
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads);
 
-/* The question that the thread that called puts about every 50 ms of a run, inside it and outside any task's locks, with the control word
-   of floating point that the caller had: an answer other than 0 stops the run. It may call runs of its own. Process-wide; NULL: never asked. */
+/* The question that the thread that called puts about every 50 ms of a run, inside it and outside any task's locks, with the
+   control word of floating point that the caller had: an answer other than 0 stops the run. It may call runs of its own.
+   Process-wide; NULL: never asked. */
 void fmha_pool_ask(int (*question)(void));
 
 /* Inside a task, between blocks of milliseconds at most: whether the run is to stop. The task then returns at once, and what
@@ -35,8 +36,8 @@ int fmha_pool_lost(void);
 /* Threads alive now, without the caller: 0 before the first parallel run. */
 int fmha_pool_workers(void);
 
-/* Joins all workers, after the run that is under way, whose question must not need what the caller holds; later runs are serial, in a forked child too.
-   Idempotent, safe from any thread that is not in a task. */
+/* Joins all workers, after the run that is under way, whose question must not need what the caller holds; later runs are
+   serial, in a forked child too. Idempotent, safe from any thread that is not in a task. */
 void fmha_pool_shutdown(void);
 
 #endif

@@ -168,6 +168,7 @@ def test_a_plan_has_one_thread_for_little_work(backward):
          {"cpu,cpuacct/x/cpu.cfs_quota_us": "400000", "cpu,cpuacct/x/cpu.cfs_period_us": "100000"}, 4),
         ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1024),
         ("0::/", {"cpu.max": "nonsense"}, 1024),
+        ("nonsense", {"cpu.max": "nonsense"}, 1024),
         ("0::/", {}, 1024),
     ],
 )
