@@ -2,11 +2,12 @@
  * for all rows of the group: a row of keys and a row of values in turns, two streams of which the next rows are fetched ahead.
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
-/* How many bytes ahead of what is read is fetched, of each stream, 0 where the second cache holds all keys and values; how many cache
- * lines a row of each has; and how many vectors, where each of these is to be read by an instruction of its own, else 0. */
+/* Whether keys and values come from memory, and are read in turns; how many bytes ahead of what is read is fetched, of each stream, 0 where
+ * the second cache holds them all; from memory also how many cache lines a row of each has; and how many vectors, where each of these is to
+ * be read by an instruction of its own, else 0. */
 typedef struct {
-    ptrdiff_t bytes, k, v, k_lines, v_lines;
-    int vectors;
+    int turns, vectors;
+    ptrdiff_t k, v, k_lines, v_lines;
 } FMHA_NAME(ahead);
 
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
@@ -29,17 +30,18 @@ static int FMHA_NAME(vectors_along)(const fmha_problem *p, ptrdiff_t rows, ptrdi
 static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
-    if (p->B * p->Hkv * p->Lk <= DECODE_NEAR / (k_bytes + v_bytes + 1)) return (FMHA_NAME(ahead)){.bytes = 0};
-    const int vectors = FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / (k_bytes + v_bytes + 1));
-    const ptrdiff_t bytes = vectors ? DECODE_ALONG : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
+    const ptrdiff_t keys = p->B * p->Hkv * p->Lk, of_key = k_bytes + v_bytes + 1;
+    if (keys <= DECODE_CLOSE / of_key) return (FMHA_NAME(ahead)){.turns = 0};
+    const int turns = keys > DECODE_NEAR / of_key, vectors = turns ? FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / of_key) : 0;
+    const ptrdiff_t bytes = !turns ? DECODE_NEAR_AHEAD : vectors ? DECODE_ALONG : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
     const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
     return (FMHA_NAME(ahead)){
-        .bytes = bytes,
+        .turns = turns,
+        .vectors = vectors,
         .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
         .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
-        .k_lines = fmha_parts(k_bytes, FMHA_CACHE_LINE),
-        .v_lines = fmha_parts(v_bytes, FMHA_CACHE_LINE),
-        .vectors = vectors,
+        .k_lines = turns ? fmha_parts(k_bytes, FMHA_CACHE_LINE) : 0,
+        .v_lines = turns ? fmha_parts(v_bytes, FMHA_CACHE_LINE) : 0,
     };
 }
 
@@ -103,9 +105,9 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
 }
 
 /* total[r * nv + i] <- total[r * nv + i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies
- * v_ahead further on is fetched, unless that is 0. */
-static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, ptrdiff_t last,
-    const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC *total)
+ * v_ahead further on is fetched, unless that is 0, into the first cache where it is `near`. */
+static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near,
+    ptrdiff_t last, const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC *total)
 {
     VEC weight[DECODE_TOGETHER];
 #pragma GCC unroll 4
@@ -114,7 +116,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const in
     for (int i = 0; i < nv; i++) {
         const char *at = v + i * LANES * FMHA_NAME(stored_size)(type);
         const int part = STORED_PARTS(type) && i == nv - 1 && last < LANES;
-        if (v_ahead && i * LANES * FMHA_NAME(stored_size)(type) % FMHA_CACHE_LINE == 0) v_prefetch_far(at + v_ahead);
+        if (v_ahead && i * LANES * FMHA_NAME(stored_size)(type) % FMHA_CACHE_LINE == 0) {
+            if (near) v_prefetch(at + v_ahead);
+            else v_prefetch_far(at + v_ahead);
+        }
         const VEC value = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) total[r * nv + i] = total[r * nv + i] + weight[r] * value;
@@ -146,8 +151,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int
 
 /* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys, columns):
  * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. */
-static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const ptrdiff_t keys,
-    const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo, const REAL *shrink)
+static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near,
+    const ptrdiff_t keys, const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo, const REAL *shrink)
 {
     const ptrdiff_t ldv = from->ldv, v_ahead = from->v_ahead, first = from->first, fetched = from->fetched, last = DECODE_LAST(nv, columns);
     const char *v = from->v;
@@ -158,8 +163,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int
 #pragma GCC unroll 4
         for (ptrdiff_t e = j; e < end; e++, v += ldv) {
             const ptrdiff_t place = e % 4 - first;
-            if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, last, weights + e, v, v_ahead, total);
-            else FMHA_NAME(add_values)(type, many, nv, last, weights + e, v, 0, total);
+            if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
+            else FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
         }
         FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
     }
@@ -193,7 +198,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) sum[r][l] = score[r];
             for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
-            FMHA_NAME(add_values)(type, many, nv, last, weights + j + l, v, 0, total);
+            FMHA_NAME(add_values)(type, many, nv, 0, last, weights + j + l, v, 0, total);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) {
@@ -217,12 +222,12 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (Dv + LANES - 1) / LANES, ldo = vectors * LANES;
     FMHA_NAME(streams) from = *first;
     if (what == FMHA_NAME(scores_alone) && from.v_lines && !several) {      /* from memory, one row after the other; short ones by twos */
-        if (LANES > 1 && D * size <= DECODE_SHORT) FMHA_NAME(scores_of)(type, many, 2, keys, D, q, &from, scores);
-        else FMHA_NAME(scores_of)(type, many, 1, keys, D, q, &from, scores);
+        if (LANES > 1 && D * size <= DECODE_SHORT) FMHA_NAME(scores_of)(type, many, 2, 0, keys, D, q, &from, scores);
+        else FMHA_NAME(scores_of)(type, many, 1, 0, keys, D, q, &from, scores);
         return;
     }
     if (what == FMHA_NAME(scores_alone) || (what == FMHA_NAME(in_turns) && several))
-        FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), keys, D, q, &from, scores);
+        FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), what == FMHA_NAME(scores_alone), keys, D, q, &from, scores);
     if (what == FMHA_NAME(scores_alone)) return;
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size) {
         nv = DECODE_VECTORS(many, vectors - done);
@@ -231,7 +236,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         if (many == 1 ? from.vectors == (n) : many > 2 && (n) > 1 && D == (n) * LANES && Dv == D) \
             FMHA_NAME(turns_of)(type, many, n, (n) * LANES, (n) * LANES, q, &from, scores, weights, out, (n) * LANES, shrink); \
         else FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
-    } else FMHA_NAME(values_of)(type, many, n, keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
+    } else FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone), keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
         if (DECODE_ALL && many == 1 && nv == 16) { PASS(16); }
         else if (DECODE_SUMMED >= 8 * many && nv == 8) { PASS(8); }
         else if (DECODE_ALL && many == 1 && nv == 7) { PASS(7); }
@@ -257,14 +262,15 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
     const int share = !several ? 0 : rows <= 3 * DECODE_TOGETHER ? 2 : 1;   /* of every four rows */
     const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
-    if (turns) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
+    const int near = !turns && !ahead->turns && ldv == p->v.stride[2] && ahead->k ? 4 : 0;      /* of every four rows, by the first pass */
+    if (turns || near) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
         from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;
         from.first = 0;
         for (ptrdiff_t r = 0, many; r < rows; r += many) {
             many = rows - r < DECODE_TOGETHER ? rows - r : DECODE_TOGETHER;
-            from.fetched = turns && from.first < 4 && ahead->bytes ? share : 0;
+            from.fetched = !turns ? (r == 0 ? near : 0) : from.first < 4 ? share : 0;
 #define ROWS(many) \
     FMHA_NAME(decode_pass)(type, what, many, n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j, \
                            out + r * ldo, shrink ? shrink + r : NULL, several)
@@ -336,7 +342,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     }
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
-    const int in_turns = m->ahead.bytes && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
+    const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         REAL *scores = m->scores, *after = m->after;
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS, ready = m->ready;

@@ -16,10 +16,10 @@ typedef struct {
 
 /* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many` rows of
  * queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it stands for them. Of
- * `fetched` rows what lies k_ahead further on is fetched. */
+ * `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. */
 static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
     const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k, const ptrdiff_t ldk, const ptrdiff_t most,
-    const ptrdiff_t k_ahead, const int fetched, VEC *sum)
+    const ptrdiff_t k_ahead, const int fetched, const int near, VEC *sum)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
     const char *key[4], *ahead = k + k_ahead;
@@ -37,7 +37,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
         const char *at = key[a] + d * size; \
         row[a] = load; \
     } \
-    for (int a = 0; a < fetched && d * size % FMHA_CACHE_LINE == 0; a++) v_prefetch_far(ahead + d * size + a * ldk); \
+    for (int a = 0; a < fetched && d * size % FMHA_CACHE_LINE == 0; a++) { \
+        if (near) v_prefetch(ahead + d * size + a * ldk); \
+        else v_prefetch_far(ahead + d * size + a * ldk); \
+    } \
     _Pragma("GCC unroll 16") \
     for (int e = 0; e < many * abreast; e++) total[e] = total[e] + row[e % abreast] * query[e / abreast];
     ptrdiff_t d = 0;
@@ -53,8 +56,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
 }
 
 /* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, in whole vectors; values are fetched. */
-static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const ptrdiff_t keys,
-    const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
+static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const int near,
+    const ptrdiff_t keys, const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
 {
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines, k_ahead = from->k_ahead + from->first * ldk;
     const char *k = from->k, *v = from->v;
@@ -64,7 +67,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int
             for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v += ldv)
                 for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
             const int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
-            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, sum + l / abreast);
+            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, near, sum + l / abreast);
             else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
         }
 #pragma GCC unroll 4
@@ -92,7 +95,7 @@ static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n
     FMHA_NAME(streams) from = {.k = (const char *)x, .ldk = ldx * (ptrdiff_t)sizeof(REAL)};
     for (ptrdiff_t j = 0, keys; j < n; j += keys, from.k += keys * from.ldk) {
         keys = n - j < DECODE_KEYS ? n - j : DECODE_KEYS;
-#define SCORES(many) FMHA_NAME(scores_of)(FMHA_SAME, many, DECODE_ABREAST(many), keys, depth, q, &from, scores)
+#define SCORES(many) FMHA_NAME(scores_of)(FMHA_SAME, many, DECODE_ABREAST(many), 0, keys, depth, q, &from, scores)
         switch (rows) {
         case 1: SCORES(1); break;
         case 2: SCORES(2); break;

@@ -49,7 +49,9 @@
 #define DECODE_STEP      FMHA_OF(    16,     16,     16,     16,     16)  /* of them at a time, a multiple of the lanes of every vector: sums of sums err less than one long sum */
 #define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
 #define DECODE_CHAINS    FMHA_OF(     8,     16,      8,     16,      8)  /* sums of scores side by side, of all its rows, at most */
-#define DECODE_NEAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values up to which all scores of a block come before its values, and nothing is fetched ahead */
+#define DECODE_CLOSE     FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of all keys and values up to which nothing is fetched ahead: the second cache has them */
+#define DECODE_NEAR      FMHA_OF((5 << 22), (5 << 22), (5 << 22), (5 << 22), (5 << 22))  /* and up to which all scores of a block come before its values: the third has them, and delivers one stream faster than two, */
+#define DECODE_NEAR_AHEAD FMHA_OF( 4096,   4096,   4096,   4096,   4096)  /* fetched so many bytes ahead, at least, into the first */
 #define DECODE_AHEAD     FMHA_OF(  6144,   6144,   6144,   6144,   6144)  /* bytes that each of the two streams is fetched ahead, at least */
 #define DECODE_ALONG     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* so many instead where CPUs fetch far ahead by themselves, given an instruction for each vector of a row: one query row, rows that follow each other, */
 #define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of so many bytes or more each, */

@@ -345,7 +345,7 @@ PROBLEMS = {
         {"window": (600, 3), "offset": [900, -4, 700], "key_padding_lengths": [1100, 7, 0], "softcap": 2.0},
     ),
     "few keys": ((3, 4, 4, 2, 9, 5, 3), {}),
-    # so many chunks that one thread takes several at a time, and widths of whole vectors: keys and values are then read in turns
+    # so many chunks that one thread takes several at a time; keys and values of the first are read in turns
     "chunks": ((8, 8, 4, 1, 2100, 64, 64), {}),
     "chunks of three rows": (
         (8, 6, 2, 1, 2100, 16, 48),
@@ -389,19 +389,37 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
         assert_same([x[b : b + 1] for x in together], decode(*(x[b : b + 1] for x in arrays), **own))
 
 
+# Bytes of all keys and values, by which goes how far ahead is fetched, and by which loops rows are read: one head stays below the first
+# limit, each of these lies beyond one more. A broadcast view counts as many as it shows.
+TOTALS = 1 << 21, 3 << 23, 1 << 26
+
+
 @all_dtypes
 @pytest.mark.parametrize("D", [4, 8, 16, 20, 24, 32, 40, 48, 56, 64, 80, 128, 256])
 def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, rng):
-    # How far ahead is fetched, and by which loops rows are read, goes by the bytes of all keys and values: one head stays below
-    # the first limit, these totals lie beyond the first and the second. A broadcast view counts as many as it shows.
     for Lk in (200, 611):
         q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, 1, 1, 1, Lk, D, D, dtype)[:3])
         alone = decode(q, k, v)
-        for total in (1 << 22, 1 << 26):
+        for total in TOTALS:
             heads = total // (2 * k.nbytes) + 2
             many = [np.broadcast_to(x, (heads, *x.shape[1:])) for x in (q, k, v)]
             for keys, values in (many[1:], [np.broadcast_to(padded(x), y.shape) for x, y in zip((k, v), many[1:], strict=True)]):
                 assert_same([np.broadcast_to(x, (heads, *x.shape[1:])) for x in alone], decode(many[0], keys, values))
+
+
+@all_dtypes
+@pytest.mark.parametrize(
+    ("rows", "D", "Dv", "keywords"),
+    [(2, 64, 64, {}), (3, 16, 48, {"window": (1300, 3), "offset": 2050}), (4, 128, 128, {}), (7, 40, 192, {"softcap": 2.0}), (8, 64, 64, {})],
+)
+def test_groups_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, rows, D, Dv, keywords, rng):
+    q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, rows, 1, 1, 2100, D, Dv, dtype)[:3])
+    alone = decode(q, k, v, num_threads=1, **keywords)
+    for total, threads in zip(TOTALS, (1, 3, 1), strict=True):
+        heads = total // (k.nbytes + v.nbytes) + 2
+        many = [np.broadcast_to(x, (heads, *x.shape[1:])) for x in (q, k, v)]
+        together = decode(*many, num_threads=threads, **keywords)
+        assert_same([np.broadcast_to(x, (heads, *x.shape[1:])) for x in alone], together)
 
 
 @all_dtypes
