@@ -245,7 +245,7 @@ def two_widths(D: int, Dv: int, of_D: Rates, of_Dv: Rates) -> dict[str, float]:
 LENGTHS = (512, 1024)
 WIDTHS = (64, 72, 80, 96, 112, 128)     # the first and the last are only neighbours
 DECODE_KEYS = 8192                      # 34 MB of keys and values in float32, 201 MB all arms together
-STREAM_KEYS, STREAM_WIDTHS, STREAM_BYTES = 1000, (20, 40, 64, 80, 128, 256), (24_000_000, 130_000_000)
+STREAM_KEYS, STREAM_WIDTHS, STREAM_BYTES = 1000, (20, 40, 64, 80, 128, 256), (8_000_000, 24_000_000, 130_000_000)
 CROSS, CROSS_SQUARE = (448, 1500), 816  # about equally many pairs
 
 

@@ -316,7 +316,8 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
             a = converted(a, _SINGLE, threads)
         if out.dtype.itemsize == 2:
             target = np.empty(out.shape, _SINGLE)
-            product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, blas=blas, precision="highest")
+            product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, blas=blas, packed=packed,
+                    precision="highest")
             _core.pack_heads(_as_heads(target), _as_heads(out), threads)
             return
     if blas or (product_by_blas(m, trans_b) and b.dtype.itemsize != 2):
@@ -395,8 +396,8 @@ def pack(b: np.ndarray, of_a: np.dtype, precision: str | None, threads: int) -> 
         start = -memory.ctypes.data % _LINE
         tiles = memory[start:memory.size - _LINE + start]
         tiles = tiles if _core.pack_tiles(b, tiles, parts, threads) else None
-    if tiles is None and b.dtype.itemsize != 2 and not product_by_blas(2):
-        panels = packed_weights(b)
+    if tiles is None and not product_by_blas(2):       # half precision as float32: converted once, not at each product
+        panels = packed_weights(b if b.dtype.itemsize != 2 else converted(b, _SINGLE, threads))
     return None if panels is tiles else Packed(panels, tiles, parts)
 
 

@@ -232,7 +232,8 @@ class AttentionModule:
     def freeze(self, weights: str | None = None) -> None:
         """Make the parameters read-only, for inference: backward and assignment are errors until `unfreeze`.
 
-        A copy of the weights is kept in the order in which products of many rows read them, where BLAS does not do them.
+        A copy of the weights is kept in the order in which products of many rows read them, where BLAS does not do them: of half
+        precision in float32, or in bfloat16 for matrix tiles.
 
         Parameters
         ----------

@@ -278,7 +278,7 @@ def test_steps_and_contexts_take_the_weights_in_half_precision_too(weights):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
-@tile_isas
+@all_isas
 @halves
 @WEIGHTS
 def test_a_module_of_half_precision_may_be_frozen(isa, dtype, weights):
