@@ -389,8 +389,8 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
         assert_same([x[b : b + 1] for x in together], decode(*(x[b : b + 1] for x in arrays), **own))
 
 
-# Bytes of all keys and values, by which goes how far ahead is fetched, and by which loops rows are read: one head stays below the first
-# limit, each of these lies beyond one more. A broadcast view counts as many as it shows.
+# Bytes of all keys and values, by which goes how far ahead is fetched, and by which loops rows are read: one head stays below the
+# first limit, each of these lies beyond one more. A broadcast view counts as many as it shows.
 TOTALS = 1 << 21, 3 << 23, 1 << 26
 
 
@@ -410,7 +410,10 @@ def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, rng
 @all_dtypes
 @pytest.mark.parametrize(
     ("rows", "D", "Dv", "keywords"),
-    [(2, 64, 64, {}), (3, 16, 48, {"window": (1300, 3), "offset": 2050}), (4, 128, 128, {}), (7, 40, 192, {"softcap": 2.0}), (8, 64, 64, {})],
+    [
+        (2, 64, 64, {}), (3, 16, 48, {"window": (1300, 3), "offset": 2050}), (4, 128, 128, {}), (7, 40, 192, {"softcap": 2.0}),
+        (8, 64, 64, {}),
+    ],
 )
 def test_groups_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, rows, D, Dv, keywords, rng):
     q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, rows, 1, 1, 2100, D, Dv, dtype)[:3])
