@@ -273,7 +273,7 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
         FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;
     }
-    if (M <= (packed ? FEW_PACKED : FEW_ROWS) && !trans_b && b0) {
+    if (M <= (!packed ? FEW_ROWS : type == FMHA_SAME ? FEW_PACKED : FEW_HALF) && !trans_b && b0) {
         FMHA_NAME(product_few)(type, M, N, K, a0, trans_a ? 1 : lda, trans_a ? lda : 1, b0, ldb, c0, ldc, memory.part);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
         return;

@@ -23,7 +23,7 @@
 #define MICRO_SUMS       FMHA_OF(    12,     24,     12,     24,      2)  /* vectors of sums that it holds */
 #define MICRO_VECTORS    FMHA_OF(     2,      4,      2,      4,      2)  /* of a row */
 #define MICRO_MOST_ROWS  FMHA_OF(    12,     12,     12,     12,     12)
-#define MICRO_AHEAD      FMHA_OF(     6,      6,      6,      6,      6)  /* rows of a packed panel, from the second cache, that FMHA_FETCH fetches ahead */
+#define MICRO_AHEAD      FMHA_OF(     6,      6,     64,     24,      6)  /* rows of a packed panel that FMHA_FETCH fetches ahead: from memory some KB pay */
 
 /* Products of matrices. */
 #define GEMM_DEPTH       FMHA_OF(   384,    384,    384,    384,    384)  /* K of a block: a packed panel stays in the first two caches */
@@ -34,7 +34,8 @@
 #define FINISH_AHEAD     FMHA_OF(     4,      4,      4,      4,      4)  /* rows that the last pass fetches ahead, for the same reason */
 #define FEW_ROWS         FMHA_OF(    16,     16,     16, FEW_512,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
 #define FEW_512          (sizeof(REAL) == 4 ? 32 : 24)
-#define FEW_PACKED       FMHA_OF(     8,      8,      6,      5,      8)  /* the same where b is packed, too */
+#define FEW_PACKED       FMHA_OF(     8,      8,      1,      0,      8)  /* the same where b is packed, too, */
+#define FEW_HALF         FMHA_OF(     5,      5,      5,      5,      5)  /* and has half the bytes where it lies */
 #define FEW_OWN          FMHA_OF(     4,      4,      4,      4,      4)  /* from which on sums are not where the product is wanted, but in memory of their own */
 #define FEW_DEPTH        FMHA_OF(     8,      8,      8,      8,      8)
 #define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
