@@ -124,15 +124,17 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
             const REAL *from = a + m * a_row + k * a_step;
             const char *with = b + k * ldb * size;
             REAL *to = c + m * ldc;
-            rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+            rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m;
 #define FEW(many, deep) \
     FMHA_NAME(few_rows)(type, many, deep, k > 0, m == 0 ? ahead : 0, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
             case 8: FEW(8, FEW_DEPTH); break;
             case 4: FEW(4, FEW_DEPTH); break;
+            case 3: FEW(3, FEW_DEPTH); break;
             case 2: FEW(2, FEW_DEPTH); break;
             case 1: FEW(1, FEW_DEPTH); break;
             case -4: FEW(4, 1); break;
+            case -3: FEW(3, 1); break;
             case -2: FEW(2, 1); break;
             default: FEW(1, 1);
             }
