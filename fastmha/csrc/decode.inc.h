@@ -1,5 +1,5 @@
 /* The "decode" algorithm: few query rows, many keys. Memory speed is the limit, so each element of k and v is read once
- * for all rows of the group: a row of keys and a row of values in turns, two streams of which the next rows are fetched ahead.
+ * for all rows of the group: from memory a row of keys and a row of values in turns, two streams of which the next rows are fetched ahead.
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
 /* Whether keys and values come from memory, and are read in turns; how many bytes ahead of what is read is fetched, of each stream, 0 where
@@ -152,7 +152,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int
 /* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys, columns):
  * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near,
-    const ptrdiff_t keys, const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo, const REAL *shrink)
+    const ptrdiff_t keys, const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo,
+    const REAL *shrink)
 {
     const ptrdiff_t ldv = from->ldv, v_ahead = from->v_ahead, first = from->first, fetched = from->fetched, last = DECODE_LAST(nv, columns);
     const char *v = from->v;
@@ -236,7 +237,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         if (many == 1 ? from.vectors == (n) : many > 2 && (n) > 1 && D == (n) * LANES && Dv == D) \
             FMHA_NAME(turns_of)(type, many, n, (n) * LANES, (n) * LANES, q, &from, scores, weights, out, (n) * LANES, shrink); \
         else FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
-    } else FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone), keys, Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink)
+    } else { \
+        FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone), keys, Dv - done * LANES, &from, weights, out + done * LANES, \
+                             ldo, shrink); \
+    }
         if (DECODE_ALL && many == 1 && nv == 16) { PASS(16); }
         else if (DECODE_SUMMED >= 8 * many && nv == 8) { PASS(8); }
         else if (DECODE_ALL && many == 1 && nv == 7) { PASS(7); }
@@ -259,10 +263,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
     const int several = rows > DECODE_TOGETHER, turns = what == FMHA_NAME(in_turns);
-    const int share = !several ? 0 : rows <= 3 * DECODE_TOGETHER ? 2 : 1;   /* of every four rows */
+    const int near = !turns && !ahead->turns && ahead->k && ldv == p->v.stride[2];
+    const int share = near ? 4 : !turns || !several ? 0 : rows <= 3 * DECODE_TOGETHER ? 2 : 1;     /* of every four rows, by each pass */
     const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
-    const int near = !turns && !ahead->turns && ldv == p->v.stride[2] && ahead->k ? 4 : 0;      /* of every four rows, by the first pass */
     if (turns || near) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
@@ -270,7 +274,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
         from.first = 0;
         for (ptrdiff_t r = 0, many; r < rows; r += many) {
             many = rows - r < DECODE_TOGETHER ? rows - r : DECODE_TOGETHER;
-            from.fetched = !turns ? (r == 0 ? near : 0) : from.first < 4 ? share : 0;
+            from.fetched = from.first < 4 ? share : 0;
 #define ROWS(many) \
     FMHA_NAME(decode_pass)(type, what, many, n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j, \
                            out + r * ldo, shrink ? shrink + r : NULL, several)
