@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -45,8 +46,10 @@ def generate(folder: Path, documents: int, shards: int, seed: int) -> dict[str, 
     return sizes
 
 
-def run(texts: Path, arrays: Path, arguments: Sequence[str], life: float | None = None) -> tuple[float, bool]:
-    """The command in a process group of its own, killed after `life` seconds; its seconds, and whether it came to its end.
+def run(texts: Path, arrays: Path, arguments: Sequence[str], life: float = math.inf, shards: float = math.inf) -> tuple[float, bool]:
+    """The command in a process group of its own, killed after `life` seconds, or earlier once the index has so many shards.
+
+    Returns its seconds, and whether it came to its end.
 
     Raises
     ------
@@ -58,9 +61,11 @@ def run(texts: Path, arrays: Path, arguments: Sequence[str], life: float | None 
     with tempfile.TemporaryFile("w+") as said:      # no pipe: what outlives the kill for a moment would hold it open
         process = subprocess.Popen(command, start_new_session=True, stdout=said, stderr=said)
         try:
-            status = process.wait(life)
-        except subprocess.TimeoutExpired:
-            return time.perf_counter() - began, False
+            while math.isfinite(life) and process.poll() is None:
+                if time.perf_counter() - began >= life or finished(arrays) >= shards:
+                    return time.perf_counter() - began, False
+                time.sleep(0.002)
+            status = process.wait()
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -118,9 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rng, began, kills, before = random.Random(options.seed), time.perf_counter(), 0, 0
         start = again + START
         while kills < options.kills:
-            # Any moment from the start to a part of the work that is left, so that some is left for each kill.
-            work = max(0.0, whole - start) * (1 - before / options.shards) / (1 + options.kills - kills)
-            seconds, ended = run(texts, killed, on_dask, rng.uniform(0, start + 0.8 * work))
+            # Any moment from the start to a part of the work that is left, so that some is left for each kill. The moments
+            # are of the speed of the unbroken run: where this one is faster, the shards that are finished end it.
+            part = 0.8 * (options.shards - before) / (1 + options.kills - kills)
+            work = max(0.0, whole - start) * part / options.shards
+            seconds, ended = run(texts, killed, on_dask, rng.uniform(0, start + work), before + part)
             if ended:
                 break
             kills, before = kills + 1, finished(killed)
