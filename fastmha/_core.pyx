@@ -18,14 +18,15 @@ from fastmha._kernels cimport (
     FMHA_NO_ACTIVATION, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_QUARTER_COST, FMHA_RELU,
     FMHA_RESULTS, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS, FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS,
     FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_backward_cut,
-    fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end,
-    fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_blocks,
-    fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cut, fmha_decode_cut, fmha_finish, fmha_finish_at,
-    fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks, fmha_forward_cut, fmha_heads_cut, fmha_isa_name,
-    fmha_isa_runs, fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of,
-    fmha_mask_cut, fmha_matrices_cut, fmha_norm, fmha_pool_ask, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown,
-    fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task,
-    fmha_tile_product, fmha_valid_keys, fmha_waiting_chunks,
+    fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin,
+    fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys,
+    fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut,
+    fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks,
+    fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item, fmha_item_of, fmha_items,
+    fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut, fmha_matrices_cut, fmha_norm,
+    fmha_pool_ask, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
+    fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
+    fmha_valid_keys, fmha_waiting_chunks,
 )
 
 
@@ -229,6 +230,15 @@ def share_from(double terms):
     global least_shared
     before = least_shared
     least_shared = terms
+    return before
+
+
+def fetched_by_cpu(alone):
+    """Whether a single row leaves it to the CPU alone to fetch the matrix that it is multiplied with, as measured for the CPU; returns what
+    it was. For tests: the bits do not depend on it."""
+    cdef int *fetches = &fmha_cpu_fetches
+    before = bool(fetches[0])
+    fetches[0] = bool(alone)
     return before
 
 

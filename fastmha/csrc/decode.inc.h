@@ -213,9 +213,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
- * do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit, from three rows on, and
- * where vectors_along says so: else they are slower from memory. Of several passes, each takes a step of scores and then one of values: memory is waited for
- * less than the arithmetic. */
+ * do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit, from three rows on (of
+ * several passes the scores of 4 rows and 4 vectors alone), and where vectors_along says so: else they are slower from memory. Of several
+ * passes, each takes a step of scores and then one of values: memory is waited for less than the arithmetic. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q,
     const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink, int several)
@@ -227,8 +227,11 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         else FMHA_NAME(scores_of)(type, many, 1, 0, keys, D, q, &from, scores);
         return;
     }
-    if (what == FMHA_NAME(scores_alone) || (what == FMHA_NAME(in_turns) && several))
-        FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), what == FMHA_NAME(scores_alone), keys, D, q, &from, scores);
+    if (what == FMHA_NAME(scores_alone) || (what == FMHA_NAME(in_turns) && several)) {
+        const int near = what == FMHA_NAME(scores_alone);
+        if (many == 4 && D == 4 * LANES) FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), near, keys, 4 * LANES, q, &from, scores);
+        else FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), near, keys, D, q, &from, scores);
+    }
     if (what == FMHA_NAME(scores_alone)) return;
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size) {
         nv = DECODE_VECTORS(many, vectors - done);

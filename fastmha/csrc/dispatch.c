@@ -13,6 +13,7 @@
 
 extern const fmha_kernels fmha_baseline_kernels_32, fmha_baseline_kernels_64;
 
+int fmha_cpu_fetches = 0;
 
 #if defined(__GNUC__) || defined(__clang__)
 extern const fmha_kernels fmha_amx_emulated_tile_kernels_32;
@@ -87,8 +88,18 @@ int fmha_isa_runs(fmha_isa isa)
     return isa == FMHA_BASELINE || isa == FMHA_AMX_EMULATED;
 }
 
+static void know_cpu(void)
+{
+    enum { ZEN5 = 26 };
+    unsigned a, name[3];
+    if (!__get_cpuid(0, &a, &name[0], &name[2], &name[1]) || memcmp(name, "AuthenticAMD", sizeof name) != 0) return;
+    if (!__get_cpuid(1, &a, &name[0], &name[1], &name[2])) return;
+    fmha_cpu_fetches = (a >> 8 & 15) + (a >> 20 & 255) >= ZEN5;     /* the family, and what is beyond 15 of it */
+}
+
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)
 {
+    know_cpu();
     if (isa == FMHA_AVX2) return is_double ? &fmha_avx2_kernels_64 : &fmha_avx2_kernels_32;
     if (isa == FMHA_AVX512) return is_double ? &fmha_avx512_kernels_64 : &fmha_avx512_kernels_32;
     if ((isa == FMHA_AVX512BF16 || isa == FMHA_AMX) && is_double) return &fmha_avx512_kernels_64;

@@ -26,7 +26,7 @@ static ptrdiff_t FMHA_NAME(gemm_layout)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, R
     m->panels = FMHA_NAME(take)(memory, &used, m->depth * columns);
     m->block_of_a = FMHA_NAME(take)(memory, &used, (m->depth + LINE) * rows);
     m->edge = FMHA_NAME(take)(memory, &used, rows * PANEL);
-    m->part = FMHA_NAME(take)(memory, &few, M >= FEW_OWN || K > GEMM_DEPTH ? FEW_ROWS * (FEW_COLUMNS + LINE) : 0);
+    m->part = FMHA_NAME(take)(memory, &few, M >= FEW_OWN || K > GEMM_DEPTH ? FEW_ROWS * (FEW_COLUMNS + LINE) + LINE : 0);
     return used > few ? used : few;
 }
 
@@ -88,26 +88,51 @@ static void FMHA_NAME(pack_panels)(int type, int transposed, ptrdiff_t K, ptrdif
         }
 }
 
-/* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
- * is read from end to end. Of each, what lies so many bytes ahead is fetched, unless that is 0. */
-static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, int add, ptrdiff_t ahead,
-    ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+/* The same for a vector of columns, or for the first so many of them. */
+static inline __attribute__((always_inline)) void FMHA_NAME(few_vector)(const int type, const int rows, const int depth, const int fetch,
+    const int part, int add, ptrdiff_t ahead, ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const VEC *term,
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    for (ptrdiff_t n = 0; n < columns; n += LANES) {
-        VEC sum[8];
+    VEC sum[8];
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) sum[r] = add ? v_load_n(c + r * ldc + n, columns - n, 0) : v_splat(0);
+    for (int r = 0; r < rows; r++) sum[r] = !add ? v_splat(0) : part ? v_load_n(c + r * ldc, columns, 0) : v_load(c + r * ldc);
 #pragma GCC unroll 8
-        for (int k = 0; k < depth; k++) {
-            VEC row = FMHA_NAME(stored_load_n)(type, b + (k * ldb + n) * size, columns - n);
-            if (ahead) v_prefetch_far(b + (k * ldb + n) * size + ahead);
+    for (int k = 0; k < depth; k++) {
+        const char *at = b + k * ldb * size;
+        const VEC row = part ? FMHA_NAME(stored_load_n)(type, at, columns) : FMHA_NAME(stored_load)(type, at);
+        if (fetch) v_prefetch_far(at + ahead);
+        if (fetch && rows == 4) v_prefetch(at + FEW_SOON);
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * a[r * a_row + k * a_step];
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) v_store_n(c + r * ldc + n, sum[r], columns - n);
+        for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * (rows == 1 ? term[k] : v_splat(a[r * a_row + k * a_step]));
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++) {
+        if (part) v_store_n(c + r * ldc, sum[r], columns);
+        else v_store(c + r * ldc, sum[r]);
+    }
+}
+
+/* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
+ * is read from end to end; from its first whole vector on where rows lie alike, since a load across two cache lines is two. Where `fetch`,
+ * what lies so many bytes ahead of each is fetched. */
+static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, const int fetch, int add,
+    ptrdiff_t ahead, ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), whole = LANES * size;
+    VEC term[8];        /* of a single row, for all vectors */
+#pragma GCC unroll 8
+    for (int k = 0; rows == 1 && k < depth; k++) term[k] = v_splat(a[k * a_step]);
+    ptrdiff_t n = 0, part = ldb * size % whole == 0 ? -(ptrdiff_t)((uintptr_t)b / (size_t)size) & (LANES - 1) : 0;
+#define FEW_VECTOR(part, many) \
+    FMHA_NAME(few_vector)(type, rows, depth, fetch, part, add, ahead, many, a, a_row, a_step, term, b + n * size, ldb, c + n, ldc)
+    if (part && part < columns) {
+        FEW_VECTOR(1, part);
+        n = part;
+    }
+    for (; n + LANES <= columns; n += LANES) FEW_VECTOR(0, LANES);
+    if (n < columns) FEW_VECTOR(1, columns - n);
+#undef FEW_VECTOR
 }
 
 /* c (M, N) <- a (M, K) @ b (K, N) for K of at most GEMM_DEPTH, term by term in the order of K. */
@@ -116,7 +141,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     /* Along the rows, where so many are long; else into the next ones, which lie as far ahead. */
-    const int along = M == 1 ? type == FMHA_SAME : FEW_DEPTH * N * size > FEW_NEAR;
+    const int along = M == 1 ? type == FMHA_SAME : FEW_DEPTH * N * size > FEW_NEAR, alone = M == 1 && type == FMHA_SAME && FMHA_VECTOR_BYTES == 64 && fmha_cpu_fetches;
     for (ptrdiff_t k = 0, depth; k < K; k += depth) {
         depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
         const ptrdiff_t ahead = along ? FEW_AHEAD : k + 2 * depth <= K ? depth * ldb * size : 0;
@@ -125,18 +150,20 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
             const char *with = b + k * ldb * size;
             REAL *to = c + m * ldc;
             rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m;
-#define FEW(many, deep) \
-    FMHA_NAME(few_rows)(type, many, deep, k > 0, m == 0 ? ahead : 0, N, from, a_row, a_step, with, ldb, to, ldc)
+#define FEW(many, deep, fetch) FMHA_NAME(few_rows)(type, many, deep, fetch, k > 0, ahead, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
-            case 8: FEW(8, FEW_DEPTH); break;
-            case 4: FEW(4, FEW_DEPTH); break;
-            case 3: FEW(3, FEW_DEPTH); break;
-            case 2: FEW(2, FEW_DEPTH); break;
-            case 1: FEW(1, FEW_DEPTH); break;
-            case -4: FEW(4, 1); break;
-            case -3: FEW(3, 1); break;
-            case -2: FEW(2, 1); break;
-            default: FEW(1, 1);
+            case 8: FEW(8, FEW_DEPTH, 1); break;
+            case 4: FEW(4, FEW_DEPTH, 1); break;
+            case 3: FEW(3, FEW_DEPTH, 1); break;
+            case 2: FEW(2, FEW_DEPTH, 1); break;
+            case 1:
+                if (type == FMHA_SAME && alone) FEW(1, FEW_DEPTH, 0);
+                else FEW(1, FEW_DEPTH, 1);
+                break;
+            case -4: FEW(4, 1, 0); break;
+            case -3: FEW(3, 1, 0); break;
+            case -2: FEW(2, 1, 0); break;
+            default: FEW(1, 1, 0);
             }
 #undef FEW
         }
@@ -181,8 +208,8 @@ static void FMHA_NAME(few_block)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K
 }
 
 /* The same for any K, with the sums of sums, and so the bits, of the packing product. Sums that are loaded and stored again and again have
- * rows of their own in `part`: rows of c may share a part of the first cache, and their ends may be fetched by a CPU that is at the columns
- * before them. */
+ * rows of their own in `part`, which begin in a cache line where those of b do: rows of c may share a part of the first cache, and their
+ * ends may be fetched by a CPU that is at the columns before them. */
 static void FMHA_NAME(product_few)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
                                    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
 {
@@ -192,14 +219,14 @@ static void FMHA_NAME(product_few)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t
         for (ptrdiff_t k = 0; k < K; k += GEMM_DEPTH) {
             ptrdiff_t columns = N - n < most ? N - n : most, depth = K - k < GEMM_DEPTH ? K - k : GEMM_DEPTH;
             const int own = M >= FEW_OWN || k;
-            REAL *to = own ? part : c + n;
             const char *with = b + (k * ldb + n) * size;
+            REAL *sums = part + ((uintptr_t)with / (size_t)size & (LINE - 1)), *to = own ? sums : c + n;
             if (near) FMHA_NAME(one_row)(type, columns, depth, a + k * a_step, a_step, with, ldb, to);
             else FMHA_NAME(few_block)(type, M, columns, depth, a + k * a_step, a_row, a_step, with, ldb, to, own ? ld : ldc);
             for (ptrdiff_t m = 0; own && m < M; m++)
                 for (ptrdiff_t e = 0; e < columns; e += LANES) {
                     REAL *sum = c + m * ldc + n + e;
-                    VEC more = v_load_n(part + m * ld + e, columns - e, 0);
+                    VEC more = v_load_n(sums + m * ld + e, columns - e, 0);
                     v_store_n(sum, k ? v_load_n(sum, columns - e, 0) + more : more, columns - e);
                 }
         }

@@ -42,6 +42,7 @@
 #define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
 #define FEW_AHEAD        FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* bytes that are fetched ahead along each row of b: of one row of a, and of several where FEW_DEPTH rows of b */
 #define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* have more bytes than this; else the next rows of b are fetched */
+#define FEW_SOON         FMHA_OF(   192,    192,    192,    192,    192)  /* bytes along each row of b that are fetched into the first cache, too, where a has 4 rows: of fewer that gains nothing, and more wait for it themselves */
 #define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
 #define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
 

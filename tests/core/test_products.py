@@ -177,6 +177,41 @@ def test_few_rows_on_threads_and_in_slices_have_one_set_of_bits(isa, dtype, rng)
             assert same_bits(own(a, b, 1100, bias, threads=threads, slices=slices), expected)
 
 
+@dtypes
+@pytest.mark.parametrize("stored", [None, *HALVES], ids=lambda stored: stored and stored.__name__)
+def test_few_rows_have_these_bits_wherever_in_a_cache_line_their_matrix_begins(isa, dtype, stored, rng):
+    """Rows that lie alike are read from their first whole vector on; also where they end before it."""
+    if stored and dtype == np.float64:
+        pytest.skip("half precision is multiplied in float32")
+    for width, columns in ((64, 64), (128, 128), (64, 5), (64, 30), (1088, 1080)):
+        k = 390 if width < 1000 else 24
+        b = rng.standard_normal((k, width)).astype(stored or dtype)
+        memory = np.empty(b.size + 64, b.dtype)
+        a = rng.standard_normal((17, k)).astype(dtype)
+        expected = own(a, np.ascontiguousarray(b[:, :columns]).astype(dtype), columns, slices=(17, columns))
+        for begins in (*range(17), 31):
+            x = memory[begins : begins + b.size].reshape(b.shape)
+            x[...] = b
+            for m in (1, 2, 3, 4, 6, 8, 9, 17):
+                assert same_bits(own(a[:m], validate.bits(x)[:, :columns], columns, slices=(m, columns)), expected[:m]), (width, columns, begins, m)
+
+
+@dtypes
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_single_row_has_these_bits_whoever_fetches_its_matrix(isa, dtype, alone, rng):
+    """Of more than 1 MB: less stays with some columns."""
+    before = _core.fetched_by_cpu(alone)
+    try:
+        for k, n in ((391, 1003), (260, 1088), (1, 300_000), (9, 40_001)):
+            a, b, bias = draw(rng, 5, n, k, dtype)
+            together = own(a, b, n, bias, slices=(5, n))
+            assert_product(together, a, b, bias)
+            for row in (0, 4):
+                assert same_bits(own(a[row : row + 1], b, n, bias, slices=(1, n)), together[row : row + 1]), (k, n)
+    finally:
+        assert _core.fetched_by_cpu(before) == alone
+
+
 def test_slices_keep_every_thread_busy_to_the_end():
     """The share of the threads' time that the slices fill, each of which takes a time like its size."""
     for m, n, threads in ((1, 768, 2), (24, 768, 2), (128, 768, 2), (256, 768, 2), (128, 2304, 2), (128, 256, 2), (1024, 768, 8),
