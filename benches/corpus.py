@@ -46,7 +46,9 @@ def generate(folder: Path, documents: int, shards: int, seed: int) -> dict[str, 
     return sizes
 
 
-def run(texts: Path, arrays: Path, arguments: Sequence[str], life: float = math.inf, shards: float = math.inf) -> tuple[float, bool]:
+def run(
+    texts: Path, arrays: Path, arguments: Sequence[str], life: float = math.inf, shards: float = math.inf,
+) -> tuple[float, bool]:  # fmt: skip
     """The command in a process group of its own, killed after `life` seconds, or earlier once the index has so many shards.
 
     Returns its seconds, and whether it came to its end.

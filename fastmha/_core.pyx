@@ -17,7 +17,7 @@ from fastmha._kernels cimport (
     FMHA_GELU_TANH, FMHA_HALF, FMHA_HALF_COST, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE,
     FMHA_NO_ACTIVATION, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_QUARTER_COST, FMHA_RELU,
     FMHA_RESULTS, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS, FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS,
-    FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_backward_cut,
+    FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_ask_large_pages, fmha_backward_cut,
     fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin,
     fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys,
     fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut,
@@ -161,7 +161,9 @@ cdef char *allocate(ptrdiff_t bytes) noexcept nogil:
         allocations_left -= 1
         if allocations_left < 0:
             return NULL
-    return <char *>PyMem_RawMalloc(bytes)
+    cdef char *memory = <char *>PyMem_RawMalloc(bytes)
+    fmha_ask_large_pages(memory, bytes)
+    return memory
 
 
 cdef enum:
@@ -234,8 +236,8 @@ def share_from(double terms):
 
 
 def fetched_by_cpu(alone):
-    """Whether a single row leaves it to the CPU alone to fetch the matrix that it is multiplied with, as measured for the CPU; returns what
-    it was. For tests: the bits do not depend on it."""
+    """Whether a single row leaves it to the CPU alone to fetch the matrix that it is multiplied with, as was measured for
+    it; returns what it was. For tests: the bits do not depend on it."""
     cdef int *fetches = &fmha_cpu_fetches
     before = bool(fetches[0])
     fetches[0] = bool(alone)

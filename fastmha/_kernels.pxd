@@ -167,6 +167,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
+    void fmha_ask_large_pages(void *, size_t) nogil
     int fmha_cpu_fetches
     const char *fmha_isa_name(int isa)
     double FMHA_LARGE(bint is_double)

@@ -4,6 +4,7 @@
 #define FASTMHA_H
 
 #include "items.h"
+#include "memory.h"
 #include "tuning.h"
 
 #include <stddef.h>

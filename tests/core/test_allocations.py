@@ -1,5 +1,8 @@
 """Memory that is not to be had: the core's own allocations, each made to fail once, which the checked build does on demand."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from support import same_bits
@@ -103,3 +106,24 @@ def test_scratch_that_cannot_be_had_is_not_kept(size):
             with pytest.raises(MemoryError, match="scratch"):
                 _core.Scratch(size, threads)
         assert np.isfinite(fastmha.attention(q, k, v, algorithm="tiled")).all()
+
+
+def advised():
+    """KiB of this process's memory for which the system was asked for large pages."""
+    parts = re.findall(r"^Size: +(\d+) kB$.*?^VmFlags:([^\n]*)", SMAPS.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return sum(int(size) for size, flags in parts if "hg" in flags.split())
+
+
+SMAPS, LARGE = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not LARGE.exists() or "VmFlags" not in SMAPS.read_text(), reason="no large pages, or none that are told")
+def test_large_scratch_is_asked_for_in_large_pages():
+    before = advised()
+    scratch = _core.Scratch(1 << 26, 1)
+    assert advised() - before >= (1 << 16) - 8
+    del scratch
+    before = advised()
+    scratch = _core.Scratch(1 << 16, 1)
+    assert advised() == before
+    del scratch

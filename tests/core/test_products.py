@@ -193,7 +193,8 @@ def test_few_rows_have_these_bits_wherever_in_a_cache_line_their_matrix_begins(i
             x = memory[begins : begins + b.size].reshape(b.shape)
             x[...] = b
             for m in (1, 2, 3, 4, 6, 8, 9, 17):
-                assert same_bits(own(a[:m], validate.bits(x)[:, :columns], columns, slices=(m, columns)), expected[:m]), (width, columns, begins, m)
+                got = own(a[:m], validate.bits(x)[:, :columns], columns, slices=(m, columns))
+                assert same_bits(got, expected[:m]), (width, columns, begins, m)
 
 
 @dtypes
