@@ -78,10 +78,14 @@ def contents(folder):
 
 
 def command(texts, arrays, *arguments, **keywords):
-    """The script in a process group of its own."""
+    """The script in a process group of its own; Ctrl-C reaches it, which shells have what they start in the background ignore."""
     line = [sys.executable, str(EXAMPLES / "embed_corpus.py"), str(texts), str(arrays), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    return subprocess.Popen(line, **streams, **keywords)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)       # what a child does not inherit ignored is the default there
+    try:
+        return subprocess.Popen(line, **streams, **keywords)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def waited_for(condition, seconds=60):
