@@ -81,7 +81,7 @@ def command(texts, arrays, *arguments, **keywords):
     """The script in a process group of its own; Ctrl-C reaches it, which shells have what they start in the background ignore."""
     line = [sys.executable, str(EXAMPLES / "embed_corpus.py"), str(texts), str(arrays), *arguments]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)       # what a child does not inherit ignored is the default there
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)       # not ignored here, it is the default in a child
     try:
         return subprocess.Popen(line, **streams, **keywords)
     finally:
