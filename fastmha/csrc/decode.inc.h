@@ -8,6 +8,7 @@
 typedef struct {
     int turns, vectors;
     ptrdiff_t k, v, k_lines, v_lines;
+    const char *then;           /* beside the last values: the first keys of the head that the thread takes then, or NULL */
 } FMHA_NAME(ahead);
 
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
@@ -53,6 +54,7 @@ typedef struct {
     ptrdiff_t ready;
     FMHA_NAME(ahead) ahead;
     FMHA_NAME(next) *next;
+    const char *then;
 } FMHA_NAME(decode_memory);
 
 /* Returns the size in REALs; without memory that is all. */
@@ -60,6 +62,7 @@ static ptrdiff_t FMHA_NAME(decode_layout)(const fmha_problem *p, REAL *memory, F
 {
     ptrdiff_t used = 0, rows = fmha_heads_cut(p).rows;
     m->next = NULL;
+    m->then = NULL;
     m->q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
     m->scores = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
     m->after = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
@@ -156,7 +159,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int
     const REAL *shrink)
 {
     const ptrdiff_t ldv = from->ldv, v_ahead = from->v_ahead, first = from->first, fetched = from->fetched, last = DECODE_LAST(nv, columns);
-    const char *v = from->v;
+    const char *v = from->v, *then = from->then;
     for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
         const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
         VEC total[DECODE_TOGETHER * 8];
@@ -164,6 +167,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int
 #pragma GCC unroll 4
         for (ptrdiff_t e = j; e < end; e++, v += ldv) {
             const ptrdiff_t place = e % 4 - first;
+            if (then) {
+                for (ptrdiff_t line = 0; line < from->then_lines; line++) v_prefetch_far(then + line * FMHA_CACHE_LINE);
+                then += from->then_ld;
+            }
             if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
             else FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
         }
@@ -271,6 +278,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
     const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
     if (turns || near) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
+    if (what == FMHA_NAME(values_alone)) from.then = ahead->then, from.then_ld = p->k.stride[2] * size, from.then_lines = ahead->k_lines;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
         from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;
@@ -291,6 +299,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
             from.first += share;
             from.v_lines = 0;
         }
+        if (from.then) from.then += step * from.then_ld;
     }
 }
 
@@ -393,6 +402,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         m->ready = e;
         /* The values alone: bits are the same wherever an item ends and however the values are stored. */
         if (e < n && whole && !raised && !(careful && touched)) {
+            m->ahead.then = j + n == end ? m->then : NULL;      /* beside the values that memory delivers alone */
             FMHA_NAME(decode_values)(p->stored, p, &m->ahead, rows, n - e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
                                      p->v.stride[2], out, e ? NULL : shrink);
             e = n;
@@ -592,6 +602,10 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(begin_item)(p);
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
+    if (m.ahead.turns && index + run->threads < fmha_items(&run->cut)) {      /* else memory would wait at the end of each head */
+        const fmha_item then = fmha_item_of(&run->cut, index + run->threads);
+        m.then = FMHA_NAME(stored_row)(p, &p->k, then.b, then.h, then.j0);
+    }
     const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
     int left = 0;
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
