@@ -8,7 +8,7 @@
 typedef struct {
     int turns, vectors;
     ptrdiff_t k, v, k_lines, v_lines;
-    const char *then;           /* beside the last values: the first keys of the head that the thread takes then, or NULL */
+    const char *then;           /* what is fetched beside values alone: rows of keys, or NULL */
 } FMHA_NAME(ahead);
 
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
@@ -54,7 +54,7 @@ typedef struct {
     ptrdiff_t ready;
     FMHA_NAME(ahead) ahead;
     FMHA_NAME(next) *next;
-    const char *then;
+    const char *then;           /* the first keys of the item that the thread takes next, or NULL */
 } FMHA_NAME(decode_memory);
 
 /* Returns the size in REALs; without memory that is all. */
@@ -240,7 +240,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         else FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), near, keys, D, q, &from, scores);
     }
     if (what == FMHA_NAME(scores_alone)) return;
-    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size) {
+    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
         nv = DECODE_VECTORS(many, vectors - done);
 #define PASS(n) \
     if (what == FMHA_NAME(in_turns) && done == 0 && !several) { \
@@ -278,11 +278,14 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
     const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
     if (turns || near) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
-    if (what == FMHA_NAME(values_alone)) from.then = ahead->then, from.then_ld = p->k.stride[2] * size, from.then_lines = ahead->k_lines;
+    const char *then = what == FMHA_NAME(values_alone) ? ahead->then : NULL;
+    from.then_ld = p->k.stride[2] * size;
+    from.then_lines = ahead->k_lines;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
         from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;
         from.first = 0;
+        from.then = then;
         for (ptrdiff_t r = 0, many; r < rows; r += many) {
             many = rows - r < DECODE_TOGETHER ? rows - r : DECODE_TOGETHER;
             from.fetched = from.first < 4 ? share : 0;
@@ -298,8 +301,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
 #undef ROWS
             from.first += share;
             from.v_lines = 0;
+            from.then = NULL;
         }
-        if (from.then) from.then += step * from.then_ld;
+        if (then) then += step * from.then_ld;
     }
 }
 
@@ -402,9 +406,10 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         m->ready = e;
         /* The values alone: bits are the same wherever an item ends and however the values are stored. */
         if (e < n && whole && !raised && !(careful && touched)) {
-            m->ahead.then = j + n == end ? m->then : NULL;      /* beside the values that memory delivers alone */
+            m->ahead.then = j + n == end ? m->then : NULL;      /* memory would deliver these values alone */
             FMHA_NAME(decode_values)(p->stored, p, &m->ahead, rows, n - e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
                                      p->v.stride[2], out, e ? NULL : shrink);
+            m->ahead.then = NULL;
             e = n;
         }
         for (; e < n; e += DECODE_STEP) {
@@ -602,7 +607,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(begin_item)(p);
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
-    if (m.ahead.turns && index + run->threads < fmha_items(&run->cut)) {      /* else memory would wait at the end of each head */
+    if (m.ahead.turns && index + run->threads < fmha_items(&run->cut)) {
         const fmha_item then = fmha_item_of(&run->cut, index + run->threads);
         m.then = FMHA_NAME(stored_row)(p, &p->k, then.b, then.h, then.j0);
     }

@@ -141,7 +141,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     /* Along the rows, where so many are long; else into the next ones, which lie as far ahead. */
-    const int along = M == 1 ? type == FMHA_SAME : FEW_DEPTH * N * size > FEW_NEAR, alone = M == 1 && type == FMHA_SAME && FMHA_VECTOR_BYTES == 64 && fmha_cpu_fetches;
+    const int along = M == 1 ? type == FMHA_SAME : FEW_DEPTH * N * size > FEW_NEAR;
+    const int alone = type == FMHA_SAME && M == 1 && FMHA_VECTOR_BYTES == 64 && fmha_cpu_fetches;
     for (ptrdiff_t k = 0, depth; k < K; k += depth) {
         depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
         const ptrdiff_t ahead = along ? FEW_AHEAD : k + 2 * depth <= K ? depth * ldb * size : 0;
@@ -157,7 +158,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
             case 3: FEW(3, FEW_DEPTH, 1); break;
             case 2: FEW(2, FEW_DEPTH, 1); break;
             case 1:
-                if (type == FMHA_SAME && alone) FEW(1, FEW_DEPTH, 0);
+                if (alone) FEW(1, FEW_DEPTH, 0);
                 else FEW(1, FEW_DEPTH, 1);
                 break;
             case -4: FEW(4, 1, 0); break;

@@ -8,7 +8,7 @@ typedef struct {
     ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
     int first, fetched;
     int vectors;                /* of a row, where each is read by an instruction of its own, else 0 */
-    const char *then;           /* beside values alone: the first keys of the head that comes then, rows of then_lines, or NULL */
+    const char *then;           /* rows of keys, of then_lines each, that are fetched beside values, or NULL */
     ptrdiff_t then_ld, then_lines;
 } FMHA_NAME(streams);
 

@@ -108,17 +108,18 @@ def test_scratch_that_cannot_be_had_is_not_kept(size):
         assert np.isfinite(fastmha.attention(q, k, v, algorithm="tiled")).all()
 
 
+SMAPS, LARGE = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
+UNTOLD = "this machine has no large pages, or does not tell of them"
+
+
 def advised():
     """KiB of this process's memory for which the system was asked for large pages."""
     parts = re.findall(r"^Size: +(\d+) kB$.*?^VmFlags:([^\n]*)", SMAPS.read_text(), flags=re.MULTILINE | re.DOTALL)
     return sum(int(size) for size, flags in parts if "hg" in flags.split())
 
 
-SMAPS, LARGE = Path("/proc/self/smaps"), Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(not LARGE.exists() or "VmFlags" not in SMAPS.read_text(), reason="no large pages, or none that are told")
-def test_large_scratch_is_asked_for_in_large_pages():
+@pytest.mark.skipif(not LARGE.exists() or "VmFlags" not in SMAPS.read_text(), reason=UNTOLD)
+def test_large_scratch_alone_is_asked_for_in_large_pages():
     before = advised()
     scratch = _core.Scratch(1 << 26, 1)
     assert advised() - before >= (1 << 16) - 8
