@@ -14,7 +14,7 @@
 #define LONE_ROWS 16            /* of as few lse is far from FAR_LSE on, however many keys: its rounding, the error of grad_k, is not evened out */
 
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
- * width), q^T scaled (D, queries), grad_out^T (Dv, queries); of each row shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
+ * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
  * block and at its first row alone, a sum of those below. */
 typedef struct {
     REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind;
@@ -80,7 +80,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * value_width);
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
     m->unread = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
-    m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH(width > value_width ? width : value_width));
+    m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH);
     const ptrdiff_t all_keys = FMHA_NAME(section_rows)(p) < kept_rows ? p->Lk : 0;
     m->all_grad_k = FMHA_NAME(take)(memory, &used, all_keys * width);
     m->all_grad_v = FMHA_NAME(take)(memory, &used, all_keys * value_width);
@@ -256,7 +256,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     const fmha_problem *p = &run->p;
     char own[BLOCK_ROWS] = {0};
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
-    FMHA_NAME(pack_transposed)(p, block, &run->grad_out, p->Dv, to->grad_out);
+    FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
         to->inverse[r] = 1;

@@ -41,7 +41,7 @@ typedef struct {
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
-    REAL *few;                          /* scratch of few_scores, where that is to serve */
+    REAL *few;                          /* scratch of few_scores, where that is to serve: then operands are not packed transposed */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
@@ -219,9 +219,21 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
      : p->element == FMHA_HALF ? FMHA_NAME(transposed)(sized, FMHA_HALF, block, x, width, factor, packed) \
      : FMHA_NAME(transposed)(sized, FMHA_BFLOAT, block, x, width, factor, packed))
 
-static void FMHA_NAME(pack_transposed)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
+/* Or, where few_scores serves, not transposed. */
+static REAL FMHA_NAME(few_rows_of)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL factor, REAL *packed)
 {
-    TRANSPOSED(0, x, width, 1);
+    VEC squares = v_splat(0);
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const char *row = FMHA_NAME(row_in)(p->element, x, block->b, block->head[r], block->query[r]);
+        squares = FMHA_NAME(pack_row)(p->element, width, factor, row, packed + r * ROUND_UP(width, LANES), squares);
+    }
+    return FMHA_NAME(sum)(squares);
+}
+
+static void FMHA_NAME(pack_rows)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
+{
+    if (block->few) FMHA_NAME(few_rows_of)(p, block, x, width, 1, packed);
+    else TRANSPOSED(0, x, width, 1);
 }
 
 static inline REAL FMHA_NAME(folded_scale)(const fmha_problem *p, REAL *rest)
@@ -248,12 +260,13 @@ static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL facto
     return (REAL)ldexp(1, exponent < ilogb((double)HUGE_POWER) ? exponent : ilogb((double)HUGE_POWER));
 }
 
-/* packed^T (D, queries) <- scale * q / lift, where the lift of row r, a power of 2, is what its scores must be multiplied by. Every
+/* packed^T (D, queries), or of few rows packed (rows, D), <- scale * q / lift, where the lift of row r, a power of 2, is what its scores must be multiplied by. Every
  * row has its own, so that none depends on its company. Returns whether there are lifts other than 1. */
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    int some = !(TRANSPOSED(1, &p->q, p->D, factor) < HUGE_POWER);
+    const ptrdiff_t of_row = block->few ? ROUND_UP(p->D, LANES) : 1, of_item = block->few ? 1 : block->queries;
+    int some = !((block->few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor)) < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         lift[r] = rest;
@@ -263,8 +276,8 @@ static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) 
         if (own == 1) continue;
         lift[r] *= own;
         for (ptrdiff_t d = 0; d < p->D; d++)
-            packed[d * block->queries + r] = (REAL)((double)factor / own)
-                                             * FMHA_NAME(stored_value)(p->element, q + d * FMHA_NAME(stored_size)(p->element));
+            packed[d * of_item + r * of_row] = (REAL)((double)factor / own)
+                                               * FMHA_NAME(stored_value)(p->element, q + d * FMHA_NAME(stored_size)(p->element));
     }
     return 1;
 }

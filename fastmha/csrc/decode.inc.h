@@ -3,16 +3,18 @@
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
 /* Whether keys and values come from memory, and are read in turns; how many bytes ahead of what is read is fetched, of each stream, 0 where
- * the second cache holds them all; from memory also how many cache lines a row of each has; and how many vectors, where each of these is to
- * be read by an instruction of its own, else 0. */
+ * the second cache holds them all; from memory also how many cache lines a row of each has; how many vectors, where each of these is to
+ * be read by an instruction of its own, else 0; and whether rows from there are fetched into the first cache (`close`): CPUs that fetch far ahead
+ * by themselves do so best where their second cache is asked for each line once, in order. */
 typedef struct {
-    int turns, vectors;
+    int turns, vectors, close;
     ptrdiff_t k, v, k_lines, v_lines;
     const char *then;           /* what is fetched beside values alone: rows of keys, or NULL */
 } FMHA_NAME(ahead);
 
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
  * there are many registers, of a single row all those that are left. */
+#define DECODE_PAIRED 16      /* vectors of values at most, whose sums pairs_of keeps in the first cache */
 #define DECODE_ALL (DECODE_SUMMED >= 16)
 #define DECODE_VECTORS(many, vectors) \
     (DECODE_ALL && (many) == 1 && (vectors) >= 16 ? 16 : DECODE_ALL && (many) == 1 && (vectors) <= 8 ? (vectors) \
@@ -39,6 +41,7 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t
     return (FMHA_NAME(ahead)){
         .turns = turns,
         .vectors = vectors,
+        .close = turns && p->stored == FMHA_SAME && fmha_cpu_fetches,
         .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
         .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
         .k_lines = turns ? fmha_parts(k_bytes, FMHA_CACHE_LINE) : 0,
@@ -217,6 +220,59 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
     FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
 }
 
+/* The same, two keys and then their values, so that a row of queries is read once for both. A row of keys and one of values are fetched into
+ * the first cache before each half of the work: memory delivers most where it is asked evenly, and for whole rows. */
+static inline __attribute__((always_inline)) void FMHA_NAME(pairs_of)(const int type, const int many, const ptrdiff_t D,
+    const ptrdiff_t columns, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
+    const REAL *shrink)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (columns + LANES - 1) / LANES;
+    const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
+    const char *k = from->k, *v = from->v, *k_ahead = k + from->k_ahead, *v_ahead = v + from->v_ahead;
+    VEC total[DECODE_TOGETHER * DECODE_PAIRED];
+    for (ptrdiff_t e = 0; e < many * vectors; e++) total[e] = v_splat(0);
+#define FETCH_ROWS \
+    for (ptrdiff_t line = 0; line < k_lines; line++) v_prefetch(k_ahead + line * FMHA_CACHE_LINE); \
+    for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch(v_ahead + line * FMHA_CACHE_LINE); \
+    k_ahead += ldk; \
+    v_ahead += ldv;
+    for (ptrdiff_t j = 0; j < DECODE_STEP; j += LANES) {
+        VEC sum[DECODE_TOGETHER * LANES];
+        for (ptrdiff_t l = 0; l < LANES; l += 2, k += 2 * ldk, v += 2 * ldv) {
+            FETCH_ROWS
+            FMHA_NAME(score_keys)(type, many, 2, D, q, k, ldk, 1, 0, 0, 0, sum + l / 2);
+            FETCH_ROWS
+            ptrdiff_t done = 0;
+#define VALUES(n) \
+    for (; done + (n) <= vectors; done += (n)) { \
+        VEC part[DECODE_TOGETHER * 8]; \
+        _Pragma("GCC unroll 16") \
+        for (int e = 0; e < many * (n); e++) part[e] = total[e / (n) * vectors + done + e % (n)]; \
+        _Pragma("GCC unroll 2") \
+        for (int a = 0; a < 2; a++) \
+            FMHA_NAME(add_values)(type, many, n, 0, DECODE_LAST(n, columns - done * LANES), weights + j + l + a, \
+                                  v + a * ldv + done * LANES * size, 0, part); \
+        _Pragma("GCC unroll 16") \
+        for (int e = 0; e < many * (n); e++) total[e / (n) * vectors + done + e % (n)] = part[e]; \
+    }
+            if (DECODE_SUMMED >= 8 * many) { VALUES(8) }
+            if (DECODE_SUMMED >= 4 * many) { VALUES(4) }
+            VALUES(2)
+            VALUES(1)
+#undef VALUES
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < many; r++) {
+            FMHA_NAME(halve)(sum + r * LANES, LANES / 2, 2);
+            v_store(scores + r * DECODE_KEYS + j, sum[r * LANES]);
+        }
+    }
+#undef FETCH_ROWS
+    for (int r = 0; r < many; r++)
+        for (ptrdiff_t i = 0; i < vectors; i++)
+            FMHA_NAME(add_totals)(1, 1, total + r * vectors + i, out + r * ldo + i * LANES, ldo, shrink ? shrink + r : NULL);
+}
+
 enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
@@ -235,11 +291,15 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         return;
     }
     if (what == FMHA_NAME(scores_alone) || (what == FMHA_NAME(in_turns) && several)) {
-        const int near = what == FMHA_NAME(scores_alone);
+        const int near = what == FMHA_NAME(scores_alone) || from.close;
         if (many == 4 && D == 4 * LANES) FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), near, keys, 4 * LANES, q, &from, scores);
         else FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), near, keys, D, q, &from, scores);
     }
     if (what == FMHA_NAME(scores_alone)) return;
+    if (type == FMHA_SAME && what == FMHA_NAME(in_turns) && !several && from.close && !from.vectors && LANES > 1 && vectors <= DECODE_PAIRED) {
+        FMHA_NAME(pairs_of)(type, many, D, Dv, q, &from, scores, weights, out, ldo, shrink);
+        return;
+    }
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
         nv = DECODE_VECTORS(many, vectors - done);
 #define PASS(n) \
@@ -248,7 +308,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
             FMHA_NAME(turns_of)(type, many, n, (n) * LANES, (n) * LANES, q, &from, scores, weights, out, (n) * LANES, shrink); \
         else FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
     } else { \
-        FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone), keys, Dv - done * LANES, &from, weights, out + done * LANES, \
+        FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone) || from.close, keys, Dv - done * LANES, &from, weights, out + done * LANES, \
                              ldo, shrink); \
     }
         if (DECODE_ALL && many == 1 && nv == 16) { PASS(16); }
@@ -273,11 +333,15 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
     const int several = rows > DECODE_TOGETHER, turns = what == FMHA_NAME(in_turns);
-    const int near = !turns && !ahead->turns && ahead->k && ldv == p->v.stride[2];
+    /* From the third cache; and the values of a head's last keys from memory, which nothing has fetched before. */
+    const int near = !turns && (!ahead->turns || (ahead->close && what == FMHA_NAME(values_alone))) && ahead->k && ldv == p->v.stride[2];
     const int share = near ? 4 : !turns || !several ? 0 : rows <= 3 * DECODE_TOGETHER ? 2 : 1;     /* of every four rows, by each pass */
     const ptrdiff_t step = several || turns ? DECODE_STEP : keys;
     FMHA_NAME(streams) from = {.k = k, .ldk = p->k.stride[2] * size, .v = v, .ldv = ldv * size};
-    if (turns || near) from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines, from.vectors = ahead->vectors;
+    if (turns || near) {
+        from.k_ahead = ahead->k, from.v_ahead = ahead->v, from.k_lines = ahead->k_lines;
+        from.vectors = ahead->vectors, from.close = ahead->close;
+    }
     const char *then = what == FMHA_NAME(values_alone) ? ahead->then : NULL;
     from.then_ld = p->k.stride[2] * size;
     from.then_lines = ahead->k_lines;
@@ -447,14 +511,8 @@ static const REAL *FMHA_NAME(decode_queries)(const fmha_problem *p, ptrdiff_t b,
     const ptrdiff_t width = ROUND_UP(p->D, LANES);
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     VEC squares = v_splat(0);
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        const REAL *from = FMHA_NAME(real_row)(p->element, FMHA_NAME(decode_query)(p, b, hkv, r), p->D, q + r * width);
-        for (ptrdiff_t d = 0; d < width; d += LANES) {
-            VEC value = v_load_n(from + d, p->D - d, 0) * factor;
-            squares = squares + value * value;
-            v_store(q + r * width + d, value);
-        }
-    }
+    for (ptrdiff_t r = 0; r < rows; r++)
+        squares = FMHA_NAME(pack_row)(p->element, p->D, factor, FMHA_NAME(decode_query)(p, b, hkv, r), q + r * width, squares);
     int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
     for (ptrdiff_t r = 0; lifted && r < rows; r++) {
         const char *at = FMHA_NAME(decode_query)(p, b, hkv, r);

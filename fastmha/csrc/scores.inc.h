@@ -8,6 +8,7 @@ typedef struct {
     ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
     int first, fetched;
     int vectors;                /* of a row, where each is read by an instruction of its own, else 0 */
+    int close;                  /* what is fetched from memory goes into the first cache */
     const char *then;           /* rows of keys, of then_lines each, that are fetched beside values, or NULL */
     ptrdiff_t then_ld, then_lines;
 } FMHA_NAME(streams);
@@ -83,17 +84,25 @@ static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int
 /* Rows of queries that are so few that their products have lanes of the width, too, where the others have lanes of rows. */
 #define FEW_QUERIES (LANES / 4 < DECODE_TOGETHER ? LANES / 4 : DECODE_TOGETHER)
 
-/* Elements of scratch for few_scores: rows of queries, and the scores of a block of keys. */
-#define FEW_SCRATCH(width) (DECODE_TOGETHER * ((width) + DECODE_KEYS))
+/* Elements of scratch for few_scores: the scores of a block of keys. */
+#define FEW_SCRATCH (DECODE_TOGETHER * DECODE_KEYS)
 
-/* scores^T (n, queries) <- x (n, depth) @ packed^T (depth, queries) of at most FEW_QUERIES rows of queries, zeros beyond. */
-static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
-                                  const REAL *packed, REAL *scratch, REAL *s)
+/* to (width, in whole vectors) <- factor * row, zeros beyond; returns squares + its squares. */
+static inline VEC FMHA_NAME(pack_row)(int type, ptrdiff_t width, REAL factor, const char *row, REAL *to, VEC squares)
 {
-    const ptrdiff_t width = ROUND_UP(depth, LANES);
-    REAL *q = scratch, *scores = q + DECODE_TOGETHER * width;
-    for (ptrdiff_t r = 0; r < rows; r++)
-        for (ptrdiff_t d = 0; d < width; d++) q[r * width + d] = d < depth ? packed[d * queries + r] : 0;
+    const REAL *from = FMHA_NAME(real_row)(type, row, width, to);
+    for (ptrdiff_t d = 0; d < width; d += LANES) {
+        const VEC value = v_load_n(from + d, width - d, 0) * factor;
+        squares = squares + value * value;
+        v_store(to + d, value);
+    }
+    return squares;
+}
+
+/* scores^T (n, queries) <- x (n, depth) @ q (rows, depth in whole vectors).T of at most FEW_QUERIES rows of queries, zeros beyond. */
+static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+                                  const REAL *q, REAL *scores, REAL *s)
+{
     FMHA_NAME(streams) from = {.k = (const char *)x, .ldk = ldx * (ptrdiff_t)sizeof(REAL)};
     for (ptrdiff_t j = 0, keys; j < n; j += keys, from.k += keys * from.ldk) {
         keys = n - j < DECODE_KEYS ? n - j : DECODE_KEYS;

@@ -34,7 +34,7 @@ from support import (
 )
 
 import fastmha
-from fastmha import reference
+from fastmha import _core, reference
 from fastmha.algorithms import DECODE_ROWS_MAX
 
 LENGTHS = (1, 2, 3, 15, 17, 31, 63, 64, 65, 127, 129, 511, 512, 513, 1500)
@@ -395,9 +395,17 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
 TOTALS = 1 << 21, 3 << 23, 1 << 26
 
 
+@pytest.fixture(params=[False, True], ids=["asked", "alone"])
+def fetched(request):
+    """Whether the CPU is taken for one that fetches far ahead by itself."""
+    before = _core.fetched_by_cpu(request.param)
+    yield
+    assert _core.fetched_by_cpu(before) == request.param
+
+
 @all_dtypes
 @pytest.mark.parametrize("D", [4, 8, 16, 20, 24, 32, 40, 48, 56, 64, 80, 128, 256])
-def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, rng):
+def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, fetched, rng):
     for Lk in (200, 611):
         q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, 1, 1, 1, Lk, D, D, dtype)[:3])
         alone = decode(q, k, v)
@@ -413,10 +421,10 @@ def test_heads_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, D, rng
     ("rows", "D", "Dv", "keywords"),
     [
         (2, 64, 64, {}), (3, 16, 48, {"window": (300, 3), "offset": 650}), (4, 128, 128, {}), (7, 40, 192, {"softcap": 2.0}),
-        (8, 64, 64, {}),
+        (8, 64, 64, {}), (2, 72, 176, {}), (4, 20, 320, {}),
     ],
 )
-def test_groups_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, rows, D, Dv, keywords, rng):
+def test_groups_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, rows, D, Dv, keywords, fetched, rng):
     q, k, v = (np.ascontiguousarray(x) for x in draw(rng, 1, rows, 1, 1, 700, D, Dv, dtype)[:3])
     alone = decode(q, k, v, num_threads=1, **keywords)
     for total, threads in zip(TOTALS, (1, 3, 1), strict=True):
