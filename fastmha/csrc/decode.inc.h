@@ -3,9 +3,9 @@
  * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
 
 /* Whether keys and values come from memory, and are read in turns; how many bytes ahead of what is read is fetched, of each stream, 0 where
- * the second cache holds them all; from memory also how many cache lines a row of each has; how many vectors, where each of these is to
- * be read by an instruction of its own, else 0; and whether rows from there are fetched into the first cache (`close`): CPUs that fetch far ahead
- * by themselves do so best where their second cache is asked for each line once, in order. */
+ * the second cache holds them all; from memory also how many cache lines a row of each has; and how many vectors, where each of these is to
+ * be read by an instruction of its own, else 0. close: all of that goes into the first cache, row after row. CPUs that fetch far ahead by
+ * themselves do so best where their second cache is asked for each line once, in order. */
 typedef struct {
     int turns, vectors, close;
     ptrdiff_t k, v, k_lines, v_lines;
@@ -14,7 +14,6 @@ typedef struct {
 
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
  * there are many registers, of a single row all those that are left. */
-#define DECODE_PAIRED 16      /* vectors of values at most, whose sums pairs_of keeps in the first cache */
 #define DECODE_ALL (DECODE_SUMMED >= 16)
 #define DECODE_VECTORS(many, vectors) \
     (DECODE_ALL && (many) == 1 && (vectors) >= 16 ? 16 : DECODE_ALL && (many) == 1 && (vectors) <= 8 ? (vectors) \
@@ -35,13 +34,16 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
     const ptrdiff_t keys = p->B * p->Hkv * p->Lk, of_key = k_bytes + v_bytes + 1;
     if (keys <= DECODE_CLOSE / of_key) return (FMHA_NAME(ahead)){.turns = 0};
-    const int turns = keys > DECODE_NEAR / of_key, vectors = turns ? FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / of_key) : 0;
-    const ptrdiff_t bytes = !turns ? DECODE_NEAR_AHEAD : vectors ? DECODE_ALONG : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
+    const int turns = keys > DECODE_NEAR / of_key, along = turns ? FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / of_key) : 0;
+    /* Of long rows a single query row is as fast along, and more than four are faster otherwise. */
+    const int close = p->stored == FMHA_SAME && fmha_cpu_fetches && (k_bytes < DECODE_WIDE || (rows <= DECODE_TOGETHER && !along));
+    const int vectors = close ? 0 : along;
+    const ptrdiff_t bytes = !turns && !close ? DECODE_NEAR_AHEAD : vectors ? DECODE_ALONG : DECODE_AHEAD, least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
     const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
     return (FMHA_NAME(ahead)){
         .turns = turns,
         .vectors = vectors,
-        .close = turns && p->stored == FMHA_SAME && fmha_cpu_fetches,
+        .close = close,
         .k = (k_rows > least ? k_rows : least) * p->k.stride[2] * size,
         .v = (v_rows > least ? v_rows : least) * p->v.stride[2] * size,
         .k_lines = turns ? fmha_parts(k_bytes, FMHA_CACHE_LINE) : 0,
@@ -174,7 +176,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int
                 for (ptrdiff_t line = 0; line < from->then_lines; line++) v_prefetch_far(then + line * FMHA_CACHE_LINE);
                 then += from->then_ld;
             }
-            if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
+            if (type == FMHA_SAME && from->whole && place >= 0 && place < fetched) {
+                for (ptrdiff_t line = 0; line < from->whole; line++) v_prefetch(v + v_ahead + line * FMHA_CACHE_LINE);
+                FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
+            } else if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
             else FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
         }
         FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
@@ -220,16 +225,17 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
     FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
 }
 
-/* The same, two keys and then their values, so that a row of queries is read once for both. A row of keys and one of values are fetched into
- * the first cache before each half of the work: memory delivers most where it is asked evenly, and for whole rows. */
-static inline __attribute__((always_inline)) void FMHA_NAME(pairs_of)(const int type, const int many, const ptrdiff_t D,
+/* The same, two or four keys side by side and then their values, so that a row of queries is read once for all of them. One row of keys and
+ * one of values at a time are fetched, into the first cache, at as many places of that work: memory delivers most where it is asked evenly,
+ * and for whole rows. */
+static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const int type, const int many, const int abreast, const ptrdiff_t D,
     const ptrdiff_t columns, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
     const REAL *shrink)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (columns + LANES - 1) / LANES;
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
     const char *k = from->k, *v = from->v, *k_ahead = k + from->k_ahead, *v_ahead = v + from->v_ahead;
-    VEC total[DECODE_TOGETHER * DECODE_PAIRED];
+    VEC total[DECODE_TOGETHER * DECODE_KEPT];
     for (ptrdiff_t e = 0; e < many * vectors; e++) total[e] = v_splat(0);
 #define FETCH_ROWS \
     for (ptrdiff_t line = 0; line < k_lines; line++) v_prefetch(k_ahead + line * FMHA_CACHE_LINE); \
@@ -238,9 +244,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pairs_of)(const int 
     v_ahead += ldv;
     for (ptrdiff_t j = 0; j < DECODE_STEP; j += LANES) {
         VEC sum[DECODE_TOGETHER * LANES];
-        for (ptrdiff_t l = 0; l < LANES; l += 2, k += 2 * ldk, v += 2 * ldv) {
+        for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk, v += abreast * ldv) {
             FETCH_ROWS
-            FMHA_NAME(score_keys)(type, many, 2, D, q, k, ldk, 1, 0, 0, 0, sum + l / 2);
+            FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, abreast - 1, 0, 0, 0, sum + l / abreast);
             FETCH_ROWS
             ptrdiff_t done = 0;
 #define VALUES(n) \
@@ -248,10 +254,12 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pairs_of)(const int 
         VEC part[DECODE_TOGETHER * 8]; \
         _Pragma("GCC unroll 16") \
         for (int e = 0; e < many * (n); e++) part[e] = total[e / (n) * vectors + done + e % (n)]; \
-        _Pragma("GCC unroll 2") \
-        for (int a = 0; a < 2; a++) \
+        _Pragma("GCC unroll 4") \
+        for (int a = 0; a < abreast; a++) { \
+            if (done == 0 && a % 2 == 1 && abreast == 4) { FETCH_ROWS } \
             FMHA_NAME(add_values)(type, many, n, 0, DECODE_LAST(n, columns - done * LANES), weights + j + l + a, \
                                   v + a * ldv + done * LANES * size, 0, part); \
+        } \
         _Pragma("GCC unroll 16") \
         for (int e = 0; e < many * (n); e++) total[e / (n) * vectors + done + e % (n)] = part[e]; \
     }
@@ -263,7 +271,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pairs_of)(const int 
         }
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) {
-            FMHA_NAME(halve)(sum + r * LANES, LANES / 2, 2);
+            FMHA_NAME(halve)(sum + r * LANES, LANES / abreast, abreast);
             v_store(scores + r * DECODE_KEYS + j, sum[r * LANES]);
         }
     }
@@ -272,6 +280,17 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pairs_of)(const int 
         for (ptrdiff_t i = 0; i < vectors; i++)
             FMHA_NAME(add_totals)(1, 1, total + r * vectors + i, out + r * ldo + i * LANES, ldo, shrink ? shrink + r : NULL);
 }
+
+/* Functions of their own: among all others the compiler would keep what the inner loops need in memory. */
+#define SIDE_BY_SIDE(many, abreast) \
+    static __attribute__((noinline)) void FMHA_NAME(abreast_##many##_##abreast)(ptrdiff_t D, ptrdiff_t columns, const REAL *q, \
+        const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, ptrdiff_t ldo, const REAL *shrink) \
+    { \
+        FMHA_NAME(abreast_of)(FMHA_SAME, many, abreast, D, columns, q, from, scores, weights, out, ldo, shrink); \
+    }
+SIDE_BY_SIDE(1, 2) SIDE_BY_SIDE(2, 2) SIDE_BY_SIDE(3, 2) SIDE_BY_SIDE(4, 2)
+SIDE_BY_SIDE(1, 4) SIDE_BY_SIDE(2, 4) SIDE_BY_SIDE(3, 4) SIDE_BY_SIDE(4, 4)
+#undef SIDE_BY_SIDE
 
 enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 
@@ -296,12 +315,19 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         else FMHA_NAME(scores_of)(type, many, DECODE_ABREAST(many), near, keys, D, q, &from, scores);
     }
     if (what == FMHA_NAME(scores_alone)) return;
-    if (type == FMHA_SAME && what == FMHA_NAME(in_turns) && !several && from.close && !from.vectors && LANES > 1 && vectors <= DECODE_PAIRED) {
-        FMHA_NAME(pairs_of)(type, many, D, Dv, q, &from, scores, weights, out, ldo, shrink);
+    if (type == FMHA_SAME && what == FMHA_NAME(in_turns) && !several && from.close && LANES > 1 && vectors <= DECODE_KEPT) {
+        const int abreast = DECODE_ABREAST(many) == 4 && D * size <= DECODE_FOURS ? 4 : 2;
+#define SIDE_BY_SIDE(many, abreast) FMHA_NAME(abreast_##many##_##abreast)(D, Dv, q, &from, scores, weights, out, ldo, shrink)
+        if (many == 1) { if (abreast == 4) SIDE_BY_SIDE(1, 4); else SIDE_BY_SIDE(1, 2); }
+        else if (many == 2) { if (abreast == 4) SIDE_BY_SIDE(2, 4); else SIDE_BY_SIDE(2, 2); }
+        else if (many == 3) { if (abreast == 4) SIDE_BY_SIDE(3, 4); else SIDE_BY_SIDE(3, 2); }
+        else { if (abreast == 4) SIDE_BY_SIDE(4, 4); else SIDE_BY_SIDE(4, 2); }
+#undef SIDE_BY_SIDE
         return;
     }
-    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
+    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL, from.fetched = from.whole ? 0 : from.fetched) {
         nv = DECODE_VECTORS(many, vectors - done);
+        if (done == 0 && nv < vectors && type == FMHA_SAME && from.close) from.whole = fmha_parts(Dv * size, FMHA_CACHE_LINE);
 #define PASS(n) \
     if (what == FMHA_NAME(in_turns) && done == 0 && !several) { \
         if (many == 1 ? from.vectors == (n) : many > 2 && (n) > 1 && D == (n) * LANES && Dv == D) \
@@ -398,14 +424,27 @@ static void FMHA_NAME(decode_values)(int type, const fmha_problem *p, const FMHA
 #undef VALUES
 }
 
-/* The same of whole steps, and in turns with it scores (rows, keys) <- q (rows, width) @ k (keys, D).T of keys that come later. */
-static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys,
-                                    const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out, const REAL *shrink)
-{
-#define TURNS p, ahead, rows, fetched, keys, q, k, scores, weights, v, p->v.stride[2], out, shrink
-    DECODE_TYPES(p->stored, FMHA_NAME(in_turns), p->D, p->Dv, TURNS)
+/* The same of whole steps, and in turns with it scores (rows, keys) <- q (rows, width) @ k (keys, D).T of keys that come later. Of each type a
+ * function: in one of all the compiler would keep in memory what the inner loops need. */
+#define TURNS_TAKE const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys, \
+    const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out, const REAL *shrink
+#define TURNS(name, type) \
+    static __attribute__((noinline)) void FMHA_NAME(name)(TURNS_TAKE) \
+    { \
+        FMHA_NAME(decode_passes)(type, FMHA_NAME(in_turns), p->D, p->Dv, p, ahead, rows, fetched, keys, q, k, scores, weights, v, p->v.stride[2], \
+                                 out, shrink); \
+    }
+TURNS(turns_same, FMHA_SAME)
+TURNS(turns_half, FMHA_HALF)
+TURNS(turns_bfloat, FMHA_BFLOAT)
 #undef TURNS
+
+static void FMHA_NAME(decode_turns)(TURNS_TAKE)
+{
+    (p->stored == FMHA_HALF ? FMHA_NAME(turns_half) : p->stored == FMHA_BFLOAT ? FMHA_NAME(turns_bfloat) : FMHA_NAME(turns_same))(
+        p, ahead, rows, fetched, keys, q, k, scores, weights, v, out, shrink);
 }
+#undef TURNS_TAKE
 
 /* What a chunk's sums are: all finite; of keys of which some were removed. */
 enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };

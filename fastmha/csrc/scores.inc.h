@@ -8,7 +8,8 @@ typedef struct {
     ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
     int first, fetched;
     int vectors;                /* of a row, where each is read by an instruction of its own, else 0 */
-    int close;                  /* what is fetched from memory goes into the first cache */
+    int close;                  /* what is fetched goes into the first cache, by one pass alone whole rows one after the other: */
+    ptrdiff_t whole;            /* of values that are read in several turns so many lines, or 0 */
     const char *then;           /* rows of keys, of then_lines each, that are fetched beside values, or NULL */
     ptrdiff_t then_ld, then_lines;
 } FMHA_NAME(streams);
@@ -69,7 +70,12 @@ static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int
         for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk) {
             for (ptrdiff_t a = 0; v_lines && a < abreast; a++, v += ldv)
                 for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
-            const int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
+            int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
+            if (type == FMHA_SAME && from->close && fetched == 4) {
+                for (int a = 0; a < 4; a++)
+                    for (ptrdiff_t byte = 0; byte < D * (ptrdiff_t)sizeof(REAL); byte += FMHA_CACHE_LINE) v_prefetch(k + k_ahead + a * ldk + byte);
+                fetched = 0;
+            }
             if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, near, sum + l / abreast);
             else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
         }

@@ -59,6 +59,9 @@
 #define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of so many bytes or more each, */
 #define DECODE_MEMORY    FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))  /* and more than so many in all: from the third cache the other way is faster */
 #define DECODE_SHORT     FMHA_OF(   256,    256,    256,    256,    256)  /* bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower */
+#define DECODE_FOURS     FMHA_OF(   512,    512,    512,    512,    512)  /* where CPUs fetch by themselves: bytes of a row of keys up to which four are taken side by side; of longer ones two, since fewer of their rows are to be fetched at a time */
+#define DECODE_WIDE      FMHA_OF(   512,    512,    512,    512,    512)  /* bytes of a row of keys from which on only two to four query rows, and a single one that cannot be read along, have these ways */
+#define DECODE_KEPT      FMHA_OF(    16,     16,     16,     16,     16)  /* there, vectors of a row of values at most: their sums stay in the first cache meanwhile */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
