@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,8 @@ def two_widths(D: int, Dv: int, of_D: Rates, of_Dv: Rates) -> dict[str, float]:
 LENGTHS = (512, 1024)
 WIDTHS = (64, 72, 80, 96, 112, 128)     # the first and the last are only neighbours
 DECODE_KEYS = 8192                      # 34 MB of keys and values in float32, 201 MB all arms together
+COLD_BYTES, COLD_KEYS = 120_000_000, 2048      # of all keys and values, beyond any cache; of a head
+COLD_SHAPES = ((8, 8, 64), (8, 8, 80), (8, 8, 128), (32, 8, 64), (32, 8, 128), (64, 8, 64))     # query heads, heads, width
 STREAM_KEYS, STREAM_WIDTHS, STREAM_BYTES = 1000, (20, 40, 64, 80, 128, 256), (8_000_000, 24_000_000, 130_000_000)
 CROSS, CROSS_SQUARE = (448, 1500), 816  # about equally many pairs
 
@@ -355,6 +357,23 @@ def streams_table(options: argparse.Namespace) -> Table:
                  "Each arm is timed alone: what the caches hold of its keys and values stays there.")
 
 
+def cold_table(options: argparse.Namespace) -> Table:
+    findings = []
+    for dtype in DTYPES:
+        for H, Hkv, D in COLD_SHAPES:
+            label = f"{H} query heads on {Hkv}, D {D}, {dtype}"
+            size = 2 * Hkv * COLD_KEYS * D * np.dtype(dtype).itemsize
+            calls = [draw(label, 1, H, 1, D, dtype, Hkv=Hkv, Lk=COLD_KEYS) for _ in range(-(-COLD_BYTES // size))]
+            check(calls[0], options.threads, ("forward",))
+            turns = cycle([call.function("forward", options.threads) for call in calls])
+            arms = {"cold": lambda turns=turns: next(turns)(), "hot": calls[0].function("forward", options.threads)}
+            rates = {name: size / best_times({name: arm}, options.seconds)[name] for name, arm in arms.items()}
+            findings.append(Finding(label, {name: f"{rate / 1e9:.1f}" for name, rate in rates.items()}))
+    return Table(f"Decode, 1 query, heads of {COLD_KEYS} keys: GB/s of keys and values", findings,
+                 f"Cold: the calls go through {COLD_BYTES / 1e6:.0f} MB of keys and values, as those of a model's layers do. "
+                 "Hot: all calls have the same ones.")
+
+
 def cliffs(options: argparse.Namespace) -> Iterator[Table]:
     for dtype in DTYPES:
         for L in LENGTHS:
@@ -363,6 +382,7 @@ def cliffs(options: argparse.Namespace) -> Iterator[Table]:
         yield cross_table(dtype, options)
     yield decode_table(options)
     yield streams_table(options)
+    yield cold_table(options)
 
 
 # ---------------------------------------------------------------------------------------------- memory

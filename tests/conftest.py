@@ -14,6 +14,14 @@ from fastmha import _core  # noqa: E402
 _core.share_from(0)     # small arrays, too, are shared between threads here; test_threads.py has the default
 
 
+@pytest.fixture(params=[False, True], ids=["asked", "alone"])
+def fetched(request):
+    """Whether the CPU is taken for one that fetches far ahead by itself."""
+    before = _core.fetched_by_cpu(request.param)
+    yield
+    assert _core.fetched_by_cpu(before) == request.param
+
+
 def pytest_addoption(parser):
     parser.addoption("--one-in", type=int, default=1, metavar="N",
                      help="of a test's cases, take one in N, by a hash of the name; of four or fewer, all")  # fmt: skip

@@ -14,8 +14,9 @@
 #define LONE_ROWS 16            /* of as few lse is far from FAR_LSE on, however many keys: its rounding, the error of grad_k, is not evened out */
 
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
- * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the
- * block and at its first row alone, a sum of those below. */
+ * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in
+ * P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the block and at its first row
+ * alone, a sum of those below. */
 typedef struct {
     REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind;
 } FMHA_NAME(packed);

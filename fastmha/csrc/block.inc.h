@@ -260,13 +260,14 @@ static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL facto
     return (REAL)ldexp(1, exponent < ilogb((double)HUGE_POWER) ? exponent : ilogb((double)HUGE_POWER));
 }
 
-/* packed^T (D, queries), or of few rows packed (rows, D), <- scale * q / lift, where the lift of row r, a power of 2, is what its scores must be multiplied by. Every
- * row has its own, so that none depends on its company. Returns whether there are lifts other than 1. */
+/* packed^T (D, queries), or of few rows packed (rows, D in whole vectors), <- scale * q / lift, where the lift of row r, a power of 2, is what
+ * its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns whether there are lifts other than 1. */
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     const ptrdiff_t of_row = block->few ? ROUND_UP(p->D, LANES) : 1, of_item = block->few ? 1 : block->queries;
-    int some = !((block->few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor)) < HUGE_POWER);
+    const REAL squares = block->few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor);
+    int some = !(squares < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         lift[r] = rest;

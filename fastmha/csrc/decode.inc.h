@@ -228,11 +228,11 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 /* The same, two or four keys side by side and then their values, so that a row of queries is read once for all of them. One row of keys and
  * one of values at a time are fetched, into the first cache, at as many places of that work: memory delivers most where it is asked evenly,
  * and for whole rows. */
-static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const int type, const int many, const int abreast, const ptrdiff_t D,
+static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const int many, const int abreast, const ptrdiff_t D,
     const ptrdiff_t columns, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
     const REAL *shrink)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (columns + LANES - 1) / LANES;
+    const ptrdiff_t vectors = (columns + LANES - 1) / LANES;
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
     const char *k = from->k, *v = from->v, *k_ahead = k + from->k_ahead, *v_ahead = v + from->v_ahead;
     VEC total[DECODE_TOGETHER * DECODE_KEPT];
@@ -246,7 +246,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const in
         VEC sum[DECODE_TOGETHER * LANES];
         for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk, v += abreast * ldv) {
             FETCH_ROWS
-            FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, abreast - 1, 0, 0, 0, sum + l / abreast);
+            FMHA_NAME(score_keys)(FMHA_SAME, many, abreast, D, q, k, ldk, abreast - 1, 0, 0, 0, sum + l / abreast);
             FETCH_ROWS
             ptrdiff_t done = 0;
 #define VALUES(n) \
@@ -257,8 +257,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const in
         _Pragma("GCC unroll 4") \
         for (int a = 0; a < abreast; a++) { \
             if (done == 0 && a % 2 == 1 && abreast == 4) { FETCH_ROWS } \
-            FMHA_NAME(add_values)(type, many, n, 0, DECODE_LAST(n, columns - done * LANES), weights + j + l + a, \
-                                  v + a * ldv + done * LANES * size, 0, part); \
+            FMHA_NAME(add_values)(FMHA_SAME, many, n, 0, DECODE_LAST(n, columns - done * LANES), weights + j + l + a, \
+                                  v + a * ldv + done * FMHA_VECTOR_BYTES, 0, part); \
         } \
         _Pragma("GCC unroll 16") \
         for (int e = 0; e < many * (n); e++) total[e / (n) * vectors + done + e % (n)] = part[e]; \
@@ -286,7 +286,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const in
     static __attribute__((noinline)) void FMHA_NAME(abreast_##many##_##abreast)(ptrdiff_t D, ptrdiff_t columns, const REAL *q, \
         const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, ptrdiff_t ldo, const REAL *shrink) \
     { \
-        FMHA_NAME(abreast_of)(FMHA_SAME, many, abreast, D, columns, q, from, scores, weights, out, ldo, shrink); \
+        FMHA_NAME(abreast_of)(many, abreast, D, columns, q, from, scores, weights, out, ldo, shrink); \
     }
 SIDE_BY_SIDE(1, 2) SIDE_BY_SIDE(2, 2) SIDE_BY_SIDE(3, 2) SIDE_BY_SIDE(4, 2)
 SIDE_BY_SIDE(1, 4) SIDE_BY_SIDE(2, 4) SIDE_BY_SIDE(3, 4) SIDE_BY_SIDE(4, 4)
@@ -297,7 +297,8 @@ enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
  * do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit, from three rows on (of
  * several passes the scores of 4 rows and 4 vectors alone), and where vectors_along says so: else they are slower from memory. Of several
- * passes, each takes a step of scores and then one of values: memory is waited for less than the arithmetic. */
+ * passes, each takes a step of scores and then one of values: memory is waited for less than the arithmetic. Where rows go into the first
+ * cache, abreast_of has the turns of a single pass. */
 static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q,
     const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink, int several)
@@ -316,17 +317,16 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
     }
     if (what == FMHA_NAME(scores_alone)) return;
     if (type == FMHA_SAME && what == FMHA_NAME(in_turns) && !several && from.close && LANES > 1 && vectors <= DECODE_KEPT) {
-        const int abreast = DECODE_ABREAST(many) == 4 && D * size <= DECODE_FOURS ? 4 : 2;
-#define SIDE_BY_SIDE(many, abreast) FMHA_NAME(abreast_##many##_##abreast)(D, Dv, q, &from, scores, weights, out, ldo, shrink)
-        if (many == 1) { if (abreast == 4) SIDE_BY_SIDE(1, 4); else SIDE_BY_SIDE(1, 2); }
-        else if (many == 2) { if (abreast == 4) SIDE_BY_SIDE(2, 4); else SIDE_BY_SIDE(2, 2); }
-        else if (many == 3) { if (abreast == 4) SIDE_BY_SIDE(3, 4); else SIDE_BY_SIDE(3, 2); }
-        else { if (abreast == 4) SIDE_BY_SIDE(4, 4); else SIDE_BY_SIDE(4, 2); }
+        const int fours = DECODE_ABREAST(many) == 4 && D * size <= DECODE_FOURS;
+#define SIDE_BY_SIDE(many) (fours ? FMHA_NAME(abreast_##many##_4) : FMHA_NAME(abreast_##many##_2))
+        (many == 1 ? SIDE_BY_SIDE(1) : many == 2 ? SIDE_BY_SIDE(2) : many == 3 ? SIDE_BY_SIDE(3) : SIDE_BY_SIDE(4))(
+            D, Dv, q, &from, scores, weights, out, ldo, shrink);
 #undef SIDE_BY_SIDE
         return;
     }
-    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL, from.fetched = from.whole ? 0 : from.fetched) {
+    for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
         nv = DECODE_VECTORS(many, vectors - done);
+        if (done > 0 && from.whole) from.fetched = 0;       /* they are, by the first of these */
         if (done == 0 && nv < vectors && type == FMHA_SAME && from.close) from.whole = fmha_parts(Dv * size, FMHA_CACHE_LINE);
 #define PASS(n) \
     if (what == FMHA_NAME(in_turns) && done == 0 && !several) { \

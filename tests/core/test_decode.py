@@ -34,7 +34,7 @@ from support import (
 )
 
 import fastmha
-from fastmha import _core, reference
+from fastmha import reference
 from fastmha.algorithms import DECODE_ROWS_MAX
 
 LENGTHS = (1, 2, 3, 15, 17, 31, 63, 64, 65, 127, 129, 511, 512, 513, 1500)
@@ -393,14 +393,6 @@ def test_batch_agnosticism_a_row_alone_and_in_a_batch(isa, dtype, name, rng):
 # first limit (the widest groups of float64 below the second), each of these lies beyond one more. A broadcast view counts as many
 # as it shows.
 TOTALS = 1 << 21, 3 << 23, 1 << 26
-
-
-@pytest.fixture(params=[False, True], ids=["asked", "alone"])
-def fetched(request):
-    """Whether the CPU is taken for one that fetches far ahead by itself."""
-    before = _core.fetched_by_cpu(request.param)
-    yield
-    assert _core.fetched_by_cpu(before) == request.param
 
 
 @all_dtypes
