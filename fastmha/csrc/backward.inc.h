@@ -16,12 +16,20 @@
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
  * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in
  * P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the block and at its first row
- * alone, a sum of those below. */
+ * alone, a sum of those below; and of few rows that have own sums what the products of these were, scores and then grad_weights (rows, keys). */
 typedef struct {
-    REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind;
+    REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind, *products;
 } FMHA_NAME(packed);
 
-enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2 };      /* lift is not 1; inverse may not be 1, and sum counts */
+/* lift is not 1; inverse may not be 1, and sum counts; products are kept. */
+enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2, FMHA_NAME(known_block) = 4 };
+
+/* Of few rows, so many numbers of a product. */
+static inline ptrdiff_t FMHA_NAME(kept_product)(const fmha_problem *p)
+{
+    const ptrdiff_t rows = fmha_heads_cut(p).rows;
+    return rows <= FEW_QUERIES ? rows * p->Lk : 0;
+}
 
 /* What is kept of so many rows; returns the size in REALs, without memory that is all. */
 static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows, REAL *memory, FMHA_NAME(packed) *to)
@@ -36,16 +44,18 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
     to->lift = FMHA_NAME(take)(memory, &used, rows);
     to->sum = FMHA_NAME(take)(memory, &used, rows);
     to->kind = FMHA_NAME(take)(memory, &used, rows);
+    to->products = FMHA_NAME(take)(memory, &used, rows > 0 ? ROUND_UP(2 * FMHA_NAME(kept_product)(p), LANES) : 0);
     return used;
 }
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
- * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks, and a copy of k; copies of a block of q and grad_out;
+ * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; where a block's sums of grad_q have turns, of each
+ * FMHA_SUM_KEYS keys of a tile its own (rows, width); a copy of k; copies of a block of q and grad_out;
  * keys and values, and rows of q and grad_out, where they are converted; sums of P of a block that nobody reads; what few_scores needs;
  * what is kept of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in
  * sections. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
     REAL *all_grad_k, *all_grad_v;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
@@ -74,6 +84,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->kept = FMHA_NAME(take)(memory, &used, p->dropout.factor != 0 ? TILE_KEYS * BLOCK_ROWS : 0);
     m->grad_k = FMHA_NAME(take)(memory, &used, sums * TILE_KEYS * width);
     m->grad_v = FMHA_NAME(take)(memory, &used, sums * TILE_KEYS * value_width);
+    m->grad_q = FMHA_NAME(take)(memory, &used, kept_rows > 0 ? 0 : TILE_KEYS / FMHA_SUM_KEYS * BLOCK_ROWS * width);
     m->copy_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
     m->copy_q = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * width);
     m->copy_grad_out = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * value_width);
@@ -94,7 +105,7 @@ static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, co
     return (FMHA_NAME(packed)){
         .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at * p->D, .grad_out = all->grad_out + at * p->Dv,
         .shift = all->shift + at, .inverse = all->inverse + at, .delta = all->delta + at, .lift = all->lift + at,
-        .sum = all->sum + at, .kind = all->kind + at,
+        .sum = all->sum + at, .kind = all->kind + at, .products = all->products,
     };
 }
 
@@ -158,10 +169,10 @@ static inline ptrdiff_t FMHA_NAME(row_at)(const fmha_run *run, const FMHA_NAME(r
     return (block->b * run->p.H + block->head[r]) * run->p.Lq + block->query[r];
 }
 
-/* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; returns whether a band leaves some
- * vector less than the whole tile, or -1 if masks remove all of it. */
+/* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; of few rows the products are kept, where they
+ * are to be, or taken from where they are. Returns whether a band leaves some vector less than the whole tile, or -1 if masks remove all of it. */
 static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
-                                      ptrdiff_t n, int *masked)
+                                      ptrdiff_t n, int keep, int *masked)
 {
     const fmha_problem *p = &w->run->p;
     REAL *slope = p->softcap != 0 ? w->m.slopes : NULL;
@@ -171,9 +182,13 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
     block->values = w->far ? (const char *)tile.v : NULL;
+    block->few.ld = p->Lk;
+    block->few.known = ((int)*packed->kind & FMHA_NAME(known_block)) != 0;
+    block->few.kept = block->few.known || (keep && block->few.scratch) ? packed->products + j : NULL;
     /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
     FMHA_NAME(tile_scores)(p, block, banded, n, tile.k, tile.ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
                            w->m.scores);
+    if (block->few.kept) block->few.kept += FMHA_NAME(kept_product)(p);
     /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
     FMHA_NAME(product_scores)(block, banded, n, p->Dv, tile.v, tile.ldv, packed->grad_out, w->m.grad_scores, NULL, 0);
     if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, w->m.grad_scores, w->m.kept);
@@ -194,7 +209,7 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
         ptrdiff_t low = j < block->j0 ? block->j0 : j;
         n = TILE_KEYS;
         int masked, many = (int)((block->j1 < j + n ? block->j1 : j + n) - low);
-        if (FMHA_NAME(backward_scores)(w, block, packed, low, many, &masked) < 0) continue;
+        if (FMHA_NAME(backward_scores)(w, block, packed, low, many, 1, &masked) < 0) continue;
         for (ptrdiff_t v = 0; v < queries / LANES; v++) {
             const REAL *s = w->m.scores + v * LANES, *g = w->m.grad_scores + v * LANES;
             VEC before = v_load(peak + v * LANES), best = before, zero = v_splat(0), gone = v_splat(NEGATIVE_INFINITY);
@@ -224,6 +239,7 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
             v_store(peak + v * LANES, best);
         }
     }
+    if (block->few.scratch) *packed->kind = (REAL)((int)*packed->kind | FMHA_NAME(known_block));
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], shift = peak[r] == NEGATIVE_INFINITY ? 0 : peak[r];
         if (total_lost[r] - total_lost[r] == 0) total[r] += total_lost[r];      /* where a sum is infinite, what it lost is none */
@@ -412,17 +428,22 @@ static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, pt
 }
 
 /* sums (rows, width) <- sums + a (keys, queries)^T @ x (keys, width) of n keys from key j on, banded: of the spans alone. Each FMHA_SUM_KEYS
- * keys from key 0 on are a sum of their own, wherever a tile or an item begins. */
-static void FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *a, const REAL *x,
-                                       ptrdiff_t ldx, ptrdiff_t width, REAL *sums)
+ * keys from key 0 on are a sum of their own, wherever a tile or an item begins. apart: each is wanted by itself, so many elements behind the
+ * one before, whatever is there; or 0. Returns how many there are. */
+static int FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *a, const REAL *x,
+                                      ptrdiff_t ldx, ptrdiff_t width, ptrdiff_t apart, REAL *sums)
 {
     const ptrdiff_t queries = block->queries;
-    for (ptrdiff_t from = 0, to; from < n; from = to) {
+    int many = 0;
+    for (ptrdiff_t from = 0, to; from < n; from = to, sums += apart, many++) {
         to = (j + from) / FMHA_SUM_KEYS * FMHA_SUM_KEYS + FMHA_SUM_KEYS - j;
         if (to > n) to = n;
         int whole = 1;
         for (ptrdiff_t v = 0; banded && v < queries / LANES; v++) whole &= block->low[v] <= from && block->high[v] >= to;
-        if (whole) FMHA_NAME(product_columns_add)(block->rows, width, to - from, a + from * queries, queries, x + from * ldx, ldx, sums, width);
+        const REAL *own_a = a + from * queries, *own_x = x + from * ldx;
+        if (whole && apart) FMHA_NAME(product_columns_first)(block->rows, width, to - from, own_a, queries, own_x, ldx, sums, width, NULL, 0);
+        else if (whole) FMHA_NAME(product_columns_add)(block->rows, width, to - from, own_a, queries, own_x, ldx, sums, width);
+        else if (apart) memset(sums, 0, (size_t)(block->rows * width) * sizeof(REAL));
         for (ptrdiff_t q = 0; !whole && q < block->rows; q += LANES) {
             const ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
             const ptrdiff_t low = block->low[q / LANES] > from ? block->low[q / LANES] : from;
@@ -431,6 +452,7 @@ static void FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded,
                 FMHA_NAME(product_columns_add)(own, width, high - low, a + low * queries + q, queries, x + low * ldx, ldx, sums + q * width, width);
         }
     }
+    return many;
 }
 
 /* The tile that backward_scores has left, of n keys: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or NULL. */
@@ -479,6 +501,16 @@ static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
     if (turn->taken) __atomic_store_n(turn->taken, turn->number + 1, __ATOMIC_RELEASE);
 }
 
+/* total (rows, width) <- total, or 0 where it has not begun, + each of so many sums, `apart` elements from one to the next. */
+static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, ptrdiff_t apart, const REAL *sums, int begun, REAL *total)
+{
+    for (ptrdiff_t e = 0; e < rows * width; e += LANES) {
+        VEC all = begun ? v_load(total + e) : v_splat(0);
+        for (int m = 0; m < many; m++) all = all + v_load(sums + m * apart + e);
+        v_store(total + e, all);
+    }
+}
+
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
  * latter two without the factor scale; grad_q at its turn. first: grad_k and grad_v count as 0, whatever is there. Returns whether grad_k
  * has been multiplied by `factor`, which only a first block may do. */
@@ -490,7 +522,7 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     const fmha_problem *p = &run->p;
     ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
     REAL *s = w->m.scores, *g = w->m.grad_scores;
-    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, &masked);
+    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, 0, &masked);
     if (banded < 0 && first) {
         memset(grad_k, 0, (size_t)(n * width) * sizeof(REAL));
         memset(grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
@@ -516,12 +548,17 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     FMHA_NAME(fetch_part)(w->next, 2);
-    /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D) */
-    if (!FMHA_NAME(wait_for)(turn)) return multiplied;
+    /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D), whose sums are kept until it is their turn */
     finite = w->k_finite || !touched;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
-    FMHA_NAME(product_queries)(block, banded, j, n, g, rows, ld, width, grad_q);
+    if (!turn->taken || FMHA_NAME(has_come)(turn)) {
+        FMHA_NAME(product_queries)(block, banded, j, n, g, rows, ld, width, 0, grad_q);
+    } else {
+        const int sums = FMHA_NAME(product_queries)(block, banded, j, n, g, rows, ld, width, BLOCK_ROWS * width, w->m.grad_q);
+        if (!FMHA_NAME(wait_for)(turn)) return multiplied;
+        FMHA_NAME(add_sums)(block->rows, width, sums, BLOCK_ROWS * width, w->m.grad_q, 1, grad_q);
+    }
     if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
     return multiplied;
 }

@@ -63,7 +63,7 @@ static uint64_t FMHA_NAME(gradient_block)(const FMHA_NAME(gradients) *x, ptrdiff
     const fmha_problem *p = &x->w.run->p;
     *own = FMHA_NAME(packed_from)(p, &x->packed, i0);
     FMHA_NAME(block_rows)(p, block, x->item.b, x->item.h, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS);
-    if (x->w.fewest) block->few = x->w.m.few;
+    if (x->w.fewest) block->few.scratch = x->w.m.few;
 #if FMHA_TILES
     if (x->matrix) {
         FMHA_NAME(gradient_rows) rows;
@@ -146,23 +146,13 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     FMHA_NAME(begin_block)(x, &block, &own, wanted);
-    if (!wanted || !((int)*own.kind & FMHA_NAME(far_block)) || p->Lk == 0) return;
+    if (!wanted || !((int)*own.kind & FMHA_NAME(far_block)) || p->Lk == 0 || x->w.few) return;       /* few far rows have own sums */
     for (ptrdiff_t j = block.j0 / TILE_KEYS * TILE_KEYS; j < block.j1 && !fmha_pool_stopped(); j += TILE_KEYS) {
         ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + TILE_KEYS ? block.j1 : j + TILE_KEYS;
-        int masked, banded = FMHA_NAME(backward_scores)(&x->w, &block, &own, low, high - low, &masked);
+        int masked, banded = FMHA_NAME(backward_scores)(&x->w, &block, &own, low, high - low, 0, &masked);
         if (banded >= 0) FMHA_NAME(gradient_tile)(&x->w, &block, &own, banded, masked, high - low, p->softcap != 0 ? x->w.m.slopes : NULL);
     }
     FMHA_NAME(mend_block)(x, &block, &own, wanted);
-}
-
-/* total (rows, width) <- total, or 0 where it has not begun, + each of so many sums (TILE_KEYS, width), one after the other. */
-static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, const REAL *sums, int begun, REAL *total)
-{
-    for (ptrdiff_t e = 0; e < rows * width; e += LANES) {
-        VEC all = begun ? v_load(total + e) : v_splat(0);
-        for (int m = 0; m < many; m++) all = all + v_load(sums + m * TILE_KEYS * width + e);
-        v_store(total + e, all);
-    }
 }
 
 /* What the blocks of an item add to grad_k and grad_v of n keys (keys, width): the sums; and of a share how many of its blocks have sums
@@ -179,8 +169,8 @@ typedef struct {
 static void FMHA_NAME(claim_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums)
 {
     if (sums->kept > 0) {
-        FMHA_NAME(add_sums)(sums->n, x->width, sums->kept, x->w.m.grad_k, sums->begun, sums->total_k);
-        FMHA_NAME(add_sums)(sums->n, x->value_width, sums->kept, x->w.m.grad_v, sums->begun, sums->total_v);
+        FMHA_NAME(add_sums)(sums->n, x->width, sums->kept, TILE_KEYS * x->width, x->w.m.grad_k, sums->begun, sums->total_k);
+        FMHA_NAME(add_sums)(sums->n, x->value_width, sums->kept, TILE_KEYS * x->value_width, x->w.m.grad_v, sums->begun, sums->total_v);
         sums->begun = 1;
     }
     sums->kept = 0;

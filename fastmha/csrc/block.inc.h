@@ -41,7 +41,7 @@ typedef struct {
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
-    REAL *few;                          /* scratch of few_scores, where that is to serve: then operands are not packed transposed */
+    FMHA_NAME(few) few;                 /* of few_scores; without scratch it does not serve. Else operands are not packed transposed */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
@@ -53,7 +53,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->b = b;
     block->hkv = hkv;
     block->rows = rows;
-    block->few = NULL;
+    block->few = (FMHA_NAME(few)){.scratch = NULL};
     block->values = NULL;
     block->next = NULL;
     block->queries = ROUND_UP(rows, LANES);
@@ -159,14 +159,16 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
 }
 
 #if HAVE_TRANSPOSE
-/* A square of LANES rows and items, or of what there is of `rows` and `items`, each row `at` bytes on. */
+/* A square of LANES rows and items, or of what there is of `rows` and `items`, each row `at` bytes on. The same of the rows that come after
+ * these, `ahead` bytes on, are fetched: no CPU guesses so many streams, each as short as a row. */
 static inline __attribute__((always_inline)) void FMHA_NAME(pack_square)(
     const int sized, const int type, const int whole, ptrdiff_t rows, ptrdiff_t items, const char *const *row, ptrdiff_t at,
-    REAL factor, VEC *squares, REAL *to, ptrdiff_t ld)
+    ptrdiff_t ahead, REAL factor, VEC *squares, REAL *to, ptrdiff_t ld)
 {
     VEC part[LANES];
 #pragma GCC unroll 16
     for (ptrdiff_t l = 0; l < LANES; l++) {
+        if (whole) v_prefetch(row[l] + at + ahead);
         if (whole) part[l] = FMHA_NAME(stored_load)(type, row[l] + at) * factor;
         else part[l] = l < rows ? FMHA_NAME(stored_load_n)(type, row[l] + at, items) * factor : v_splat(0);
     }
@@ -185,7 +187,7 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
                                                                         const FMHA_NAME(rows) *block, const fmha_array *x,
                                                                         ptrdiff_t width, REAL factor, REAL *packed)
 {
-    ptrdiff_t queries = block->queries, size = FMHA_NAME(stored_size)(type);
+    const ptrdiff_t queries = block->queries, size = FMHA_NAME(stored_size)(type);
     VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         const char *row[LANES];
@@ -196,7 +198,8 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const in
         }
 #if HAVE_TRANSPOSE
 #define PACK_SQUARE(whole) \
-    FMHA_NAME(pack_square)(sized, type, whole, rows, width - d, row, d * size, factor, squares, packed + d * queries + q, queries)
+    FMHA_NAME(pack_square)(sized, type, whole, rows, width - d, row, d * size, LANES * x->stride[2] * size, factor, squares, \
+                           packed + d * queries + q, queries)
         for (; rows == LANES && d + LANES <= width; d += LANES) PACK_SQUARE(1);
         for (; d < width; d += LANES) PACK_SQUARE(0);
 #undef PACK_SQUARE
@@ -232,7 +235,7 @@ static REAL FMHA_NAME(few_rows_of)(const fmha_problem *p, const FMHA_NAME(rows) 
 
 static void FMHA_NAME(pack_rows)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL *packed)
 {
-    if (block->few) FMHA_NAME(few_rows_of)(p, block, x, width, 1, packed);
+    if (block->few.scratch) FMHA_NAME(few_rows_of)(p, block, x, width, 1, packed);
     else TRANSPOSED(0, x, width, 1);
 }
 
@@ -265,8 +268,9 @@ static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL facto
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    const ptrdiff_t of_row = block->few ? ROUND_UP(p->D, LANES) : 1, of_item = block->few ? 1 : block->queries;
-    const REAL squares = block->few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor);
+    const int few = block->few.scratch != NULL;
+    const ptrdiff_t of_row = few ? ROUND_UP(p->D, LANES) : 1, of_item = few ? 1 : block->queries;
+    const REAL squares = few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor);
     int some = !(squares < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
@@ -453,13 +457,8 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
     for (ptrdiff_t v = 0; v < queries / LANES; v++) {
         ptrdiff_t low = block->low[v], high = block->high[v];
         REAL *column = s + v * LANES;
-        if (p->softcap != 0) {
-            for (ptrdiff_t k = low; k < high; k++) {
-                VEC t, capped = FMHA_NAME(soft_capped)(v_load(column + k * queries), p->softcap, &t);
-                v_store(column + k * queries, capped);
-                if (slope) v_store(slope + k * queries + v * LANES, v_splat(1) - t * t);
-            }
-        }
+        REAL *slopes = slope ? slope + low * queries + v * LANES : NULL;
+        if (p->softcap != 0) FMHA_NAME(cap_columns)(high - low, queries, column + low * queries, p->softcap, slopes);
         if (p->alibi) FMHA_NAME(alibi_columns)(p, block, v, j, low, high, s);
         if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
             switch (p->mask_element) {
@@ -554,8 +553,8 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
                                       const REAL *packed, REAL *s, const char *beside, ptrdiff_t ld_beside)
 {
     ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
-    if (block->few) {
-        FMHA_NAME(few_scores)(block->rows, queries, n, depth, x, ldx, packed, block->few, s);
+    if (block->few.scratch) {
+        FMHA_NAME(few_scores)(block->rows, queries, n, depth, x, ldx, packed, &block->few, s);
         return;
     }
     if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries, beside, ld_beside);

@@ -178,6 +178,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef X86_PREFIX
 #undef HAVE_TRANSPOSE
 #undef v_prefetch
+#undef v_prefetch_written
 #undef v_prefetch_far
 #undef v_any
 #undef v_abs

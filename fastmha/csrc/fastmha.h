@@ -125,13 +125,15 @@ enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
 #define FMHA_RUN_COST 0.0135
 
 /* In products of a block and a tile: what the passes before and behind cost; by how much more the pairs in halves and fourths of a tile
- * cost; of a share, the way of a tile's sums from one thread to the next, and of each of its blocks what is added to them later. */
+ * cost; of a share, the way of a tile's sums from one thread to the next, and of each of its blocks what is added to them later; and of
+ * a block what is added to its sums of grad_q later. */
 #define FMHA_SPLIT_COST 1
 #define FMHA_HALF_TILE_COST 1.01
 #define FMHA_FOURTH_TILE_COST 1.02
 #define FMHA_MOST_SHARE 8       /* blocks */
 #define FMHA_SUMS_COST 0.1
 #define FMHA_ADDED_COST 0.15
+#define FMHA_LATER_COST 0.2
 
 /* What the items of one pass of "tiled" or "decode" share. */
 typedef struct {

@@ -309,10 +309,15 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
 {
     const fmha_problem *p = &run->p;
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
+    const ptrdiff_t bytes = p->Dv * (ptrdiff_t)sizeof(REAL), ahead = p->B * p->H * p->Lq * bytes >= WRITTEN_FAR ? WRITTEN_AHEAD : BLOCK_ROWS;
     uint64_t some = 0, tiny = 0;
     VEC trace = v_splat(0);
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
+        if (r + ahead < block->rows) {
+            const char *later = (const char *)FMHA_NAME(out_row)(run, block, r + ahead, m);
+            for (ptrdiff_t byte = 0; byte < bytes; byte += FMHA_CACHE_LINE) v_prefetch_written(later + byte);
+        }
         const REAL *sums = out + r * block->value_width;
         trace = FMHA_NAME(divided_row)(p->Dv, sums, total[r], FMHA_NAME(out_row)(run, block, r, m), trace);
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);

@@ -53,11 +53,11 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
                 FMHA_NAME(block_rows)(p, &block, b, h / group, h % group * p->Lq + i, i1 - i < BLOCK_ROWS ? i1 - i : BLOCK_ROWS);
                 ptrdiff_t low = block.j0 > j0 ? block.j0 : j0, high = block.j1 < j1 ? block.j1 : j1;
                 if (low >= high) continue;
-                if (fmha_heads_cut(p).rows <= FEW_QUERIES) block.few = w.m.few;     /* the scores that the states come from */
+                if (fmha_heads_cut(p).rows <= FEW_QUERIES) block.few.scratch = w.m.few;     /* the scores that the states come from */
                 FMHA_NAME(prepare_block)(&w, &block, &w.m.packed, 1, ALL_ROWS);
                 for (ptrdiff_t j = low, n; j < high; j += n) {
                     n = high - j < TILE_KEYS ? high - j : TILE_KEYS;
-                    int masked, banded = FMHA_NAME(backward_scores)(&w, &block, &w.m.packed, j, n, &masked);
+                    int masked, banded = FMHA_NAME(backward_scores)(&w, &block, &w.m.packed, j, n, 0, &masked);
                     if (banded < 0) continue;
                     /* grad_mask <- grad_mask + P (dP - delta), behind the softcap */
                     FMHA_NAME(gradient_tile)(&w, &block, &w.m.packed, banded, masked, n, NULL);

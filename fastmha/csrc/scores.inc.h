@@ -105,25 +105,39 @@ static inline VEC FMHA_NAME(pack_row)(int type, ptrdiff_t width, REAL factor, co
     return squares;
 }
 
+/* What few_scores works in, and where not NULL also keeps what it has, or, where that is known, takes it from. */
+typedef struct {
+    REAL *scratch;          /* (rows, DECODE_KEYS) */
+    REAL *kept;             /* (rows, n), rows ld apart */
+    ptrdiff_t ld;
+    int known;
+} FMHA_NAME(few);
+
 /* scores^T (n, queries) <- x (n, depth) @ q (rows, depth in whole vectors).T of at most FEW_QUERIES rows of queries, zeros beyond. */
 static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
-                                  const REAL *q, REAL *scores, REAL *s)
+                                  const REAL *q, const FMHA_NAME(few) *few, REAL *s)
 {
     FMHA_NAME(streams) from = {.k = (const char *)x, .ldk = ldx * (ptrdiff_t)sizeof(REAL)};
+    REAL *scores = few->scratch;
     for (ptrdiff_t j = 0, keys; j < n; j += keys, from.k += keys * from.ldk) {
         keys = n - j < DECODE_KEYS ? n - j : DECODE_KEYS;
 #define SCORES(many) FMHA_NAME(scores_of)(FMHA_SAME, many, DECODE_ABREAST(many), 0, keys, depth, q, &from, scores)
-        switch (rows) {
+        switch (few->known ? 0 : rows) {
+        case 0: break;
         case 1: SCORES(1); break;
         case 2: SCORES(2); break;
         case 3: SCORES(3); break;
         default: SCORES(DECODE_TOGETHER);
         }
 #undef SCORES
+        for (ptrdiff_t r = 0; few->kept && !few->known && r < rows; r++)
+            memcpy(few->kept + r * few->ld + j, scores + r * DECODE_KEYS, (size_t)keys * sizeof(REAL));
+        const REAL *of = few->known ? few->kept + j : scores;
+        const ptrdiff_t ld = few->known ? few->ld : DECODE_KEYS;
         for (ptrdiff_t k = 0; k < keys; k++) {
             REAL *to = s + (j + k) * queries;
             for (ptrdiff_t v = 0; v < queries; v += LANES) v_store(to + v, v_splat(0));
-            for (ptrdiff_t r = 0; r < rows; r++) to[r] = scores[r * DECODE_KEYS + k];
+            for (ptrdiff_t r = 0; r < rows; r++) to[r] = of[r * ld + k];
         }
     }
 }

@@ -342,9 +342,11 @@ static inline VEC FMHA_NAME(exp)(VEC x)
     return FMHA_NAME(scaled)(y, power);
 }
 
-/* tanh(x): the fit near 0, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry.
+#define TANH_NEAR ((REAL)0.625)
+
+/* tanh(x): the fit for |x| < TANH_NEAR, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry; near: all are.
  * capped <- cap * tanh for x = s / cap; near 0 made from s itself, which is right also where x has lost it to underflow. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(VEC x, VEC s, VEC cap, VEC *capped)
+static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(const int near, VEC x, VEC s, VEC cap, VEC *capped)
 {
     IVEC sign = v_bits(x) & i_splat(SIGN_BIT);
     VEC size = v_from_bits(v_bits(x) ^ sign);
@@ -353,9 +355,13 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(VEC x, VEC 
     VEC fit = v_splat(FMHA_NAME(tanh_fit)[degree - 1]);
     for (ptrdiff_t d = degree - 2; d >= 0; d--) fit = fit * squared + v_splat(FMHA_NAME(tanh_fit)[d]);
     fit = fit * squared;
+    if (near) {
+        *capped = fit * s + s;
+        return fit * x + x;
+    }
     VEC far = v_splat(1) - v_splat(2) / (FMHA_NAME(exp)(size + size) + v_splat(1));
     far = v_from_bits(v_bits(far) | sign);
-    IVEC is_near = v_greater(v_splat(0.625), size);
+    IVEC is_near = v_greater(v_splat(TANH_NEAR), size);
     *capped = v_select(is_near, fit * s + s, cap * far);
     return v_select(is_near, fit * x + x, far);
 }
@@ -363,18 +369,46 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(VEC x, VEC 
 static inline VEC FMHA_NAME(tanh)(VEC x)
 {
     VEC unused;
-    return FMHA_NAME(tanh_and)(x, x, v_splat(1), &unused);
+    return FMHA_NAME(tanh_and)(0, x, x, v_splat(1), &unused);
 }
 
-/* softcap * tanh(s / softcap) for any positive softcap. One beyond LARGEST_CAP changes no score that is not as large; the inverse of
- * a tiny one is limited, which leaves 0 at 0 and what is capped at all, capped. */
+/* A softcap beyond LARGEST_CAP changes no score that is not as large; the inverse of a tiny one is limited, which leaves 0 at 0 and what is
+ * capped at all, capped. */
+static inline REAL FMHA_NAME(cap_of)(double softcap, REAL *inverse)
+{
+    const double exact = softcap > LARGEST_CAP ? 1 / (double)LARGEST_CAP : 1 / softcap;
+    *inverse = exact > LARGEST ? LARGEST : (REAL)exact;
+    return softcap > LARGEST_CAP ? LARGEST_CAP : (REAL)softcap;
+}
+
+/* softcap * tanh(s / softcap) for any positive softcap. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(soft_capped)(VEC s, double softcap, VEC *tanh_of)
 {
-    REAL cap = softcap > LARGEST_CAP ? LARGEST_CAP : (REAL)softcap;
-    double inverse = softcap > LARGEST_CAP ? 1 / (double)LARGEST_CAP : 1 / softcap;
+    REAL inverse, cap = FMHA_NAME(cap_of)(softcap, &inverse);
     VEC capped;
-    *tanh_of = FMHA_NAME(tanh_and)(s * (inverse > LARGEST ? LARGEST : (REAL)inverse), s, v_splat(cap), &capped);
+    *tanh_of = FMHA_NAME(tanh_and)(0, s * inverse, s, v_splat(cap), &capped);
     return capped;
+}
+
+/* The same of n vectors, each ld behind the one before, in place; slope, if given, gets the derivatives. Most scores are near 0, which spares an
+ * exponential and a division: asked of some keys together, a guess that fails costs little. */
+static inline __attribute__((always_inline)) void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double softcap, REAL *slope)
+{
+    REAL inverse, cap = FMHA_NAME(cap_of)(softcap, &inverse);
+    for (ptrdiff_t k = 0, end; k < n; k = end) {
+        end = k + CAPPED_KEYS < n ? k + CAPPED_KEYS : n;
+        VEC most = v_splat(0);
+        for (ptrdiff_t at = k; at < end; at++) most = v_max(v_abs(v_load(s + at * ld) * inverse), most);
+#define CAPPED(near) \
+        for (ptrdiff_t at = k; at < end; at++) { \
+            VEC score = v_load(s + at * ld), capped, t = FMHA_NAME(tanh_and)(near, score * inverse, score, v_splat(cap), &capped); \
+            v_store(s + at * ld, capped); \
+            if (slope) v_store(slope + at * ld, v_splat(1) - t * t); \
+        }
+        if (v_any(~v_greater(v_splat(TANH_NEAR), most))) { CAPPED(0) }
+        else { CAPPED(1) }
+#undef CAPPED
+    }
 }
 
 #if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
@@ -430,8 +464,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(halve)(VEC row[], co
 
 #if defined(__GNUC__) || defined(__clang__)
 #define v_prefetch(pointer) __builtin_prefetch(pointer)
+#define v_prefetch_written(pointer) __builtin_prefetch(pointer, 1)
 #define v_prefetch_far(pointer) __builtin_prefetch(pointer, 0, 2)      /* no farther than the second cache: what waits for the first is few */
 #else
 #define v_prefetch(pointer) ((void)0)
+#define v_prefetch_written(pointer) ((void)(pointer))
 #define v_prefetch_far(pointer) ((void)0)
 #endif

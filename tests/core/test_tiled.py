@@ -114,6 +114,21 @@ def test_rows_of_a_chunk_of_queries_have_the_bits_they_have_among_all(isa, dtype
 
 
 @dtypes
+def test_a_softcap_leaves_rows_the_bits_that_they_have_beside_rows_of_large_scores(isa, dtype, rng):
+    """Of scores that are all small tanh is made in another way; with one that is not, all are asked."""
+    q, k, v, g = draw(rng, 1, 1, 1, 90, 300, 24, 9, dtype)
+    small = np.arange(90) % 3 > 0
+    q[:, :, ~small] *= dtype(100)
+    keywords = {"softcap": 12.0, "scale": 0.2}
+    whole = tiled(q, k, v, **keywords)
+    grad_q = fastmha.attention_backward(g, q, k, v, *whole, algorithm="tiled", **keywords)[0]
+    alone = tiled(q[:, :, small], k, v, **keywords)
+    grad_q_alone = fastmha.attention_backward(g[:, :, small], q[:, :, small], k, v, *alone, algorithm="tiled", **keywords)[0]
+    assert_same([*alone, grad_q_alone], [whole[0][:, :, small], whole[1][:, :, small], grad_q[:, :, small]])
+    check(q, k, v, g, **keywords)
+
+
+@dtypes
 def test_keys_that_are_removed_may_as_well_not_be_there(isa, dtype, rng):
     q, k, v, _ = draw(rng, 1, 4, 2, 70, 600, 8, 8, dtype)
     for n in (1, 63, 191, 192, 193, 400):
@@ -167,6 +182,8 @@ SPLIT_CASES = {
     "blocks before, between and behind those that attend a key": ((1, 3, 1, 260, 700, 8, 8), {"window": (40, 10), "offset": 100}),
     "padding": ((3, 4, 2, 65, 193, 4, 4), {"key_padding_lengths": [193, 64, 0], "softcap": 2.0}),
     "one row": ((1, 4, 1, 1, 385, 9, 16), {}),
+    "one row with sums of its own": ((3, 2, 2, 1, 700, 9, 16), {"scale": 20.0, "key_padding_lengths": [700, 650, 130]}),
+    "few rows with sums of their own": ((1, 2, 1, 2, 700, 8, 8), {"scale": 1e3, "window": (300, 20), "offset": 500, "softcap": 1e3}),
     "without queries": ((1, 2, 1, 0, 50, 4, 4), {"is_causal": True, "offset": 0}),
     "without keys": ((1, 2, 1, 50, 0, 4, 4), {}),
     "peaked scores, whose sums decide": ((1, 2, 1, 300, 700, 8, 8), {"scale": 20.0}),
