@@ -183,7 +183,9 @@ SPLIT_CASES = {
     "padding": ((3, 4, 2, 65, 193, 4, 4), {"key_padding_lengths": [193, 64, 0], "softcap": 2.0}),
     "one row": ((1, 4, 1, 1, 385, 9, 16), {}),
     "one row with sums of its own": ((3, 2, 2, 1, 700, 9, 16), {"scale": 20.0, "key_padding_lengths": [700, 650, 130]}),
-    "few rows with sums of their own": ((1, 2, 1, 2, 700, 8, 8), {"scale": 1e3, "window": (300, 20), "offset": 500, "softcap": 1e3}),
+    "few rows with sums of their own": (
+        (1, 2, 1, 2, 700, 8, 8), {"scale": 1e3, "window": (300, 20), "offset": 500, "softcap": 1e3},
+    ),
     "without queries": ((1, 2, 1, 0, 50, 4, 4), {"is_causal": True, "offset": 0}),
     "without keys": ((1, 2, 1, 50, 0, 4, 4), {}),
     "peaked scores, whose sums decide": ((1, 2, 1, 300, 700, 8, 8), {"scale": 20.0}),
