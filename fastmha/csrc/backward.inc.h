@@ -24,7 +24,7 @@ typedef struct {
 /* lift is not 1; inverse may not be 1, and sum counts; products are kept. */
 enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2, FMHA_NAME(known_block) = 4 };
 
-/* Of few rows, so many numbers of a product. */
+/* How many numbers few rows keep of each product. */
 static inline ptrdiff_t FMHA_NAME(kept_product)(const fmha_problem *p)
 {
     const ptrdiff_t rows = fmha_heads_cut(p).rows;
@@ -49,11 +49,10 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 }
 
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
- * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; where a block's sums of grad_q have turns, of each
- * FMHA_SUM_KEYS keys of a tile its own (rows, width); a copy of k; copies of a block of q and grad_out;
- * keys and values, and rows of q and grad_out, where they are converted; sums of P of a block that nobody reads; what few_scores needs;
- * what is kept of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in
- * sections. */
+ * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; of a head that is split, sums of a block's grad_q that
+ * wait for their turn, of each FMHA_SUM_KEYS keys of a tile (rows, width); a copy of k; copies of a block of q and grad_out; keys and
+ * values, and rows of q and grad_out, where they are converted; sums of P of a block that nobody reads; what few_scores needs; what is kept
+ * of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in sections. */
 typedef struct {
     REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
     REAL *all_grad_k, *all_grad_v;
@@ -548,7 +547,7 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     FMHA_NAME(fetch_part)(w->next, 2);
-    /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D), whose sums are kept until it is their turn */
+    /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D), made aside where its turn has not come */
     finite = w->k_finite || !touched;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);

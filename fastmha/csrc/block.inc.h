@@ -41,7 +41,7 @@ typedef struct {
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
-    FMHA_NAME(few) few;                 /* of few_scores; without scratch it does not serve. Else operands are not packed transposed */
+    FMHA_NAME(few) few;                 /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);

@@ -115,6 +115,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef SMALLEST_NORMAL
 #undef LARGEST_CAP
 #undef TINY
+#undef TANH_NEAR
 #undef LSE_ROUNDINGS
 #undef EXP_HIGH
 #undef LOG2_E

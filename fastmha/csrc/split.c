@@ -1,8 +1,8 @@
 /* How the work of "tiled" is best cut for so many threads: each way is simulated, and the one that ends first taken.
  *
  * Backward, how heads are split. Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5:
- * scores, dP, dV, dK, and dQ last, which, or where it is kept what adds it, waits for that of the keys before. Items are handed out in order to whoever is free. What a
- * block has to do with some keys is judged by its middle row. */
+ * scores, dP, dV, dK, and dQ last, which waits for that of the keys before, or is made aside meanwhile and only its addition waits. Items
+ * are handed out in order to whoever is free. What a block has to do with some keys is judged by its middle row. */
 #include "fastmha.h"
 
 #include <math.h>
@@ -127,7 +127,7 @@ static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t
         if (!ours && now >= *turn_k) now += FMHA_ADDED_COST * kept * of_tile, ours = 1;
         kept += !ours;
         now += (PRODUCTS - 1) * cost;
-        if (now < turns_q[block] && s->p->parts == 0)       /* the product is kept until then */
+        if (now < turns_q[block] && s->p->parts == 0)       /* made aside; on matrix tiles it is not */
             now = (now + cost > turns_q[block] ? now + cost : turns_q[block]) + FMHA_LATER_COST * of_tile;
         else
             now = (now > turns_q[block] ? now : turns_q[block]) + cost;

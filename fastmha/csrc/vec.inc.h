@@ -61,6 +61,7 @@ static const REAL FMHA_NAME(tanh_fit)[] = {
 #define NEGATIVE_INFINITY ((REAL)-INFINITY)
 #define TINY (1 / POWER(80))            /* below it, results may miss terms that are subnormal */
 #define LARGE_POWER ((REAL)FMHA_LARGE(FMHA_REAL == 64))
+#define TANH_NEAR ((REAL)0.625)         /* |x| below which tanh(x) is a fit */
 
 #if defined(__GNUC__) || defined(__clang__)
 #define LANES (FMHA_VECTOR_BYTES / (ptrdiff_t)sizeof(REAL))
@@ -342,8 +343,6 @@ static inline VEC FMHA_NAME(exp)(VEC x)
     return FMHA_NAME(scaled)(y, power);
 }
 
-#define TANH_NEAR ((REAL)0.625)
-
 /* tanh(x): the fit for |x| < TANH_NEAR, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry; near: all are.
  * capped <- cap * tanh for x = s / cap; near 0 made from s itself, which is right also where x has lost it to underflow. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(const int near, VEC x, VEC s, VEC cap, VEC *capped)
@@ -390,8 +389,8 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(soft_capped)(VEC s, d
     return capped;
 }
 
-/* The same of n vectors, each ld behind the one before, in place; slope, if given, gets the derivatives. Most scores are near 0, which spares an
- * exponential and a division: asked of some keys together, a guess that fails costs little. */
+/* The same of n vectors, each ld behind the one before, in place; slope, if given, gets the derivatives. Most scores are small, which spares
+ * an exponential and a division. That is asked of CAPPED_KEYS vectors together, since CPUs guess the answer and each wrong guess costs. */
 static inline __attribute__((always_inline)) void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double softcap, REAL *slope)
 {
     REAL inverse, cap = FMHA_NAME(cap_of)(softcap, &inverse);
