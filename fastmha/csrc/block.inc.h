@@ -42,6 +42,8 @@ typedef struct {
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
     FMHA_NAME(few) few;                 /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
+    int written;                        /* the results of all rows: by a product that was the first and the last */
+    FMHA_NAME(results) results;
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
@@ -54,6 +56,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->hkv = hkv;
     block->rows = rows;
     block->few = (FMHA_NAME(few)){.scratch = NULL};
+    block->written = 0;
     block->values = NULL;
     block->next = NULL;
     block->queries = ROUND_UP(rows, LANES);

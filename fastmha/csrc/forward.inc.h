@@ -126,7 +126,8 @@ static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(r
 enum {
     FMHA_NAME(careful) = 1,     /* the firewall: zeros for what is not finite in partly removed tiles, and the allowed pairs added */
     FMHA_NAME(reduced) = 2,     /* probabilities so small that no sum of finite values overflows */
-    FMHA_NAME(raised) = 4       /* values times SUBNORMAL_LIFT */
+    FMHA_NAME(raised) = 4,      /* values times SUBNORMAL_LIFT */
+    FMHA_NAME(straight) = 8     /* an ordinary one whose results may be written at once */
 };
 
 /* The factor that makes sums over all keys finite. */
@@ -186,6 +187,21 @@ static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *b
     }
 }
 
+/* Whether a tile of n keys from key j on, at hand and not of a band that leaves some vector of rows nothing, is all that the block attends, its
+ * rows lie in steps, and their totals are ordinary. Then inverse (rows) is what its sums are multiplied by. */
+static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *total,
+                                  REAL *inverse)
+{
+    if (j > block->j0 || j + n < block->j1 || p->element != FMHA_SAME || p->Dv == 0 || block->head[0] != block->head[block->rows - 1]) return 0;
+    int ordinary = 1;
+    for (ptrdiff_t v = 0; banded && v < block->queries / LANES; v++) ordinary &= block->low[v] < block->high[v];
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        ordinary &= total[r] > 0 && total[r] < (REAL)INFINITY;
+        inverse[r] = 1 / total[r];
+    }
+    return ordinary;
+}
+
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have no sums of
  * out. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
@@ -237,12 +253,23 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, copy, &ldv);
         }
         const int more = far && start + TILE_KEYS < block->j1;
+        REAL inverse[BLOCK_ROWS];
+        if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {
+            block->written = 1;
+            block->results.width = p->Dv;
+            v_store(block->results.trace, v_splat(0));
+        }
         for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
             const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;
             const ptrdiff_t own = banded && block->rows - q > LANES ? LANES : block->rows - q;
             const REAL *a = s + low * queries + q, *b = rows + low * ldv;
             const char *beside = more && many == n ? FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS) : NULL;
             REAL *c = out + q * value_width;
+            if (block->written) {
+                REAL *result = (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, block->b, block->head[q], block->query[q]);
+                FMHA_NAME(product_columns_results)(own, many, a, queries, b, ldv, result, run->out.stride[2], inverse + q, &block->results);
+                continue;
+            }
             if (many && none) FMHA_NAME(product_columns_first)(own, value_width, many, a, queries, b, ldv, c, value_width, beside, of_key);
             else if (many) FMHA_NAME(product_columns)(own, value_width, many, a, queries, b, ldv, c, value_width, shrink + q, beside, of_key);
             else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
@@ -254,12 +281,13 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
     return partly;
 }
 
-/* One block against all its keys. Returns whether some tile was touched. */
+/* One block against all its keys, whose results may be written by that. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
 {
     const fmha_problem *p = &run->p;
     const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out};
     const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) ? m->lift : NULL;
+    block->written = 0;
     FMHA_NAME(begin_run)(p, block, 0, &sums);
     int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
     for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->j1; j += FMHA_RUN_KEYS) {
@@ -302,8 +330,8 @@ static void FMHA_NAME(round_rows)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
     }
 }
 
-/* The block's rows of out and lse from its sums, which forward_block has left: those wanted, a bit each. Returns which are tiny, and in
- * finite whether all sums are. */
+/* The block's rows of out and lse from its sums, which forward_block has left unless it has written out: those wanted, a bit each. Returns
+ * which are tiny, and in finite whether all sums are. */
 static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted,
                                        int *finite)
 {
@@ -311,9 +339,15 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
     const ptrdiff_t bytes = p->Dv * (ptrdiff_t)sizeof(REAL), ahead = p->B * p->H * p->Lq * bytes >= WRITTEN_FAR ? WRITTEN_AHEAD : BLOCK_ROWS;
     uint64_t some = 0, tiny = 0;
-    VEC trace = v_splat(0);
+    VEC trace = block->written ? v_load(block->results.trace) : v_splat(0);
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
+        if (block->written) {
+            FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
+            const REAL value = *FMHA_NAME(out_row)(run, block, r, m);
+            if (value <= 2 * TINY && value >= -2 * TINY) some |= (uint64_t)1 << r;
+            continue;
+        }
         if (r + ahead < block->rows) {
             const char *later = (const char *)FMHA_NAME(out_row)(run, block, r + ahead, m);
             for (ptrdiff_t byte = 0; byte < bytes; byte += FMHA_CACHE_LINE) v_prefetch_written(later + byte);
@@ -432,7 +466,7 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(&run->p);
     if (FMHA_NAME(tiny_values)(&run->p, block)) FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
-    else FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, FMHA_NAME(forward_block)(run, block, &memory, 0));
+    else FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, FMHA_NAME(forward_block)(run, block, &memory, wanted == ALL_ROWS ? FMHA_NAME(straight) : 0));
 }
 
 /* Item: one block of rows of one group. */

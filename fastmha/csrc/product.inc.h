@@ -4,11 +4,18 @@
 #error "product_of has cases for register tiles of 2 and of 4 vectors"
 #endif
 
+/* Results of a product: their width, and where 0 times each sum is added up, which is not 0 where one is not finite. */
+typedef struct {
+    ptrdiff_t width;
+    REAL trace[LANES];
+} FMHA_NAME(results);
+
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of
  * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
 static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
     const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
+    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside,
+    FMHA_NAME(results) *results, ptrdiff_t width)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
@@ -51,16 +58,27 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
             }
         }
     }
+    VEC trace[MICRO_VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
             REAL *to = c + r * ldc + v * LANES;
+            if (FMHA_ACTION(init) == FMHA_RESULTS_OF) {
+                const VEC value = v_splat(0) + sum[r][v];
+                trace[v] = r == 0 ? value * v_splat(0) : trace[v] + value * v_splat(0);
+                if ((v + 1) * LANES <= width) v_store(to, value * scale[r]);
+                else v_store_n(to, value * scale[r], width - v * LANES);
+                continue;
+            }
             if (FMHA_ACTION(init) == FMHA_FIRST) sum[r][v] = (v_splat(0) + sum[r][v]) * scale[0];
             if (FMHA_ACTION(init) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
             if (FMHA_ACTION(init) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * scale[r] + sum[r][v];
             v_store(to, sum[r][v]);
         }
+#pragma GCC unroll 12
+    for (int v = 0; v < nv; v++)
+        if (FMHA_ACTION(init) == FMHA_RESULTS_OF) v_store(results->trace, v_load(results->trace) + trace[v]);
 }
 
 /* Rows of the register tile: as many sums as the registers hold. */
@@ -71,7 +89,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
         FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
-                         FMHA_ACTION(init) == FMHA_SCALE_ADD ? scale + r : scale, BESIDE(init), ld_beside)
+                         FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \
+                         ld_beside, results, results ? results->width - done * LANES : 0)
 /* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two. */
 #define MICRO_PANEL(nv) \
     case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
@@ -80,7 +99,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
  * be stored in another type. */
 static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
     const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
+    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside,
+    FMHA_NAME(results) *results)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
@@ -100,7 +120,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
 }
 
 #define PRODUCT(init, rows, columns, depth, a, a_row, a_step, b, ...) \
-    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__, NULL, 0)
+    FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__, NULL, 0, NULL)
 
 /* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. Row by row what lies beside them, ld_beside
  * bytes apart, is fetched for later, unless that is NULL. */
@@ -108,7 +128,7 @@ static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, pt
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const char *beside, ptrdiff_t ld_beside)
 {
     FMHA_NAME(product_of)(FMHA_SAME, FMHA_SET | FMHA_FETCH_ROWS, rows, columns, depth, a, lda, 1, (const char *)b, ldb, c, ldc, a, beside,
-                          ld_beside);
+                          ld_beside, NULL);
 }
 
 /* c <- c + a @ b, a's rows along the sum. */
@@ -130,7 +150,8 @@ static __attribute__((noinline)) void FMHA_NAME(product_rows_first)(ptrdiff_t ro
 static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a,
     ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
 {
-    FMHA_NAME(product_of)(FMHA_SAME, FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, scale, beside, ld_beside);
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, scale, beside, ld_beside,
+                          NULL);
 }
 
 /* c <- 0 + a^T @ b: the bits of the above where c is 0. */
@@ -138,7 +159,16 @@ static __attribute__((noinline)) void FMHA_NAME(product_columns_first)(ptrdiff_t
     ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const char *beside, ptrdiff_t ld_beside)
 {
     const REAL one = 1;
-    FMHA_NAME(product_of)(FMHA_SAME, FMHA_FIRST, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, &one, beside, ld_beside);
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_FIRST, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, &one, beside, ld_beside,
+                          NULL);
+}
+
+/* c (rows, width) <- scale[row] * (0 + a^T @ b), of any width, b's rows in whole vectors: the bits of the above, multiplied. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns_results)(ptrdiff_t rows, ptrdiff_t depth, const REAL *a, ptrdiff_t lda,
+    const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, FMHA_NAME(results) *results)
+{
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_RESULTS_OF, rows, ROUND_UP(results->width, LANES), depth, a, 1, lda, (const char *)b, ldb, c, ldc,
+                          scale, NULL, 0, results);
 }
 
 /* c <- c + a^T @ b. */
