@@ -202,6 +202,16 @@ static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *
     return ordinary;
 }
 
+/* Where the heads have several blocks and lie far away, the queries of the block that the thread probably takes next are fetched beside. */
+static FMHA_NAME(results) FMHA_NAME(results_of)(const fmha_run *run, const FMHA_NAME(rows) *block, int banded)
+{
+    const fmha_problem *p = &run->p;
+    FMHA_NAME(results) results = {.width = p->Dv, .ld = p->q.stride[2] * (ptrdiff_t)sizeof(REAL)};
+    if (!banded && p->Lq > BLOCK_ROWS && p->B * p->H * p->Lq * p->D * (ptrdiff_t)sizeof(REAL) >= WRITTEN_FAR)
+        results.then = FMHA_NAME(row_in)(FMHA_SAME, &p->q, block->b, block->head[0], block->query[0]) + run->threads * BLOCK_ROWS * results.ld;
+    return results;
+}
+
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have no sums of
  * out. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
@@ -256,8 +266,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         REAL inverse[BLOCK_ROWS];
         if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {
             block->written = 1;
-            block->results.width = p->Dv;
-            v_store(block->results.trace, v_splat(0));
+            block->results = FMHA_NAME(results_of)(run, block, banded);
         }
         for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
             const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;

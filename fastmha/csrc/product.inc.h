@@ -4,10 +4,13 @@
 #error "product_of has cases for register tiles of 2 and of 4 vectors"
 #endif
 
-/* Results of a product: their width, and where 0 times each sum is added up, which is not 0 where one is not finite. */
+/* Results of a product: their width; where 0 times each sum is added up, which is not 0 where one is not finite; and rows that are fetched
+ * for later, one beside each row, or NULL. */
 typedef struct {
     ptrdiff_t width;
     REAL trace[LANES];
+    const char *then;
+    ptrdiff_t ld;               /* bytes */
 } FMHA_NAME(results);
 
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of
@@ -26,6 +29,13 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
             sum[r][v] = v_splat(0);
             if (init & FMHA_FETCH) v_prefetch(c + r * ldc + v * LANES);
         }
+    if (FMHA_ACTION(init) == FMHA_RESULTS_OF && beside) {
+#pragma GCC unroll 12
+        for (int r = 0; r < mr; r++)
+#pragma GCC unroll 12
+            for (int v = 0; v < nv; v++)
+                if (v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0) v_prefetch_far(beside + r * ld_beside + v * FMHA_VECTOR_BYTES);
+    }
     for (ptrdiff_t k = 0; k < depth; k++) {
         VEC row[MICRO_VECTORS];
 #pragma GCC unroll 12
@@ -42,7 +52,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
         }
         a += a_step;
         b += ldb * size;
-        if (!(init & FMHA_FETCH_ROWS) && beside) {
+        if (!(init & FMHA_FETCH_ROWS) && FMHA_ACTION(init) != FMHA_RESULTS_OF && beside) {
 #pragma GCC unroll 12
             for (int v = 0; v < nv; v++)
                 if (v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0) v_prefetch_far(beside + v * FMHA_VECTOR_BYTES);
@@ -85,7 +95,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
 /* What lies beside row r of a; or beside the panel of b, once. */
 #define BESIDE(init) \
-    (!beside ? NULL : (init) & FMHA_FETCH_ROWS ? beside + r * ld_beside : r == 0 ? beside + done * FMHA_VECTOR_BYTES : NULL)
+    (!beside ? NULL : (init) & FMHA_FETCH_ROWS ? beside + r * ld_beside : \
+     FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES : r == 0 ? beside + done * FMHA_VECTOR_BYTES : NULL)
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr); r += (mr)) \
         FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
@@ -168,7 +179,7 @@ static __attribute__((noinline)) void FMHA_NAME(product_columns_results)(ptrdiff
     const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, FMHA_NAME(results) *results)
 {
     FMHA_NAME(product_of)(FMHA_SAME, FMHA_RESULTS_OF, rows, ROUND_UP(results->width, LANES), depth, a, 1, lda, (const char *)b, ldb, c, ldc,
-                          scale, NULL, 0, results);
+                          scale, results->then, results->ld, results);
 }
 
 /* c <- c + a^T @ b. */

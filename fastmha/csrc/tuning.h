@@ -67,8 +67,8 @@
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
 #define CAPPED_KEYS      FMHA_OF(     8,      8,      8,      8,      8)  /* whose scores a softcap asks together whether all are small */
-#define WRITTEN_FAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of out from which on "tiled" fetches rows before it writes them, */
-#define WRITTEN_AHEAD    FMHA_OF(     8,      8,      8,      8,      8)  /* so many ahead: the stores behind one that waits for its line wait, too */
+#define WRITTEN_FAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of out, or of q, from which on "tiled" fetches rows before it writes them, or the next block's queries; */
+#define WRITTEN_AHEAD    FMHA_OF(     8,      8,      8,      8,      8)  /* rows ahead: the stores behind one that waits for its line wait, too */
 
 /* Long heads, each an item of a backward pass. */
 #define SECTIONS_FROM    FMHA_OF((1 << 22), (1 << 22), (1 << 22), (1 << 22), (1 << 22))  /* bytes of their rows, with what is kept of these, from which on they have sections, */

@@ -114,6 +114,27 @@ def test_rows_of_a_chunk_of_queries_have_the_bits_they_have_among_all(isa, dtype
 
 
 @dtypes
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("Lk", [3, 40, 192, 193])
+def test_what_is_not_finite_is_seen_where_the_only_tile_writes_the_results(isa, dtype, Lk, causal, rng):
+    """One head, no row without keys, at most one tile: out comes from the product itself, of any width and stride."""
+    q, k, v, _ = draw(rng, 2, 3, 3, 70, Lk, 9, 21, dtype)
+    mask = np.zeros((70, Lk), bool)
+    mask[1::2, 1] = True
+    keywords = {"mask": mask, **({"is_causal": True, "offset": 2} if causal else {})}
+    v[:, :, 1] = np.nan
+    out = np.full((2, 3, 70, 50), 7, dtype)
+    tiled(q, k, v, out=out[..., 3:24], **keywords)
+    assert (out[..., :3] == 7).all()
+    assert (out[..., 24:] == 7).all()
+    assert np.isnan(out[:, :, ::2, 3:24]).all()
+    v[:, :, 1] = 0
+    assert same_bits(out[:, :, 1::2, 3:24], tiled(q, k, v, **keywords)[0][:, :, 1::2])
+    v[:] = large = np.finfo(dtype).max / 4      # whose sums overflow before they are divided
+    np.testing.assert_allclose(tiled(q, k, v, **keywords)[0] / large, np.ones_like(out[..., 3:24]), rtol=1e-5)
+
+
+@dtypes
 def test_a_softcap_leaves_rows_the_bits_that_they_have_beside_rows_of_large_scores(isa, dtype, rng):
     """Of scores that are all small tanh is made in another way; with one that is not, all are asked."""
     q, k, v, g = draw(rng, 1, 1, 1, 90, 300, 24, 9, dtype)
