@@ -187,8 +187,9 @@ static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *b
     }
 }
 
-/* Whether a tile of n keys from key j on, at hand and not of a band that leaves some vector of rows nothing, is all that the block attends, its
- * rows lie in steps, and their totals are ordinary. Then inverse (rows) is what its sums are multiplied by. */
+/* Whether the tile at hand, n keys from key j on, is all that the block attends and its sums are its results, which may be written at once: of
+ * a single head, whose rows of out are evenly apart; with ordinary totals; and no band leaves a vector of rows nothing. Then inverse (rows) is
+ * what the sums are multiplied by. */
 static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *total,
                                   REAL *inverse)
 {

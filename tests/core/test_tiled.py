@@ -117,7 +117,7 @@ def test_rows_of_a_chunk_of_queries_have_the_bits_they_have_among_all(isa, dtype
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("Lk", [3, 40, 192, 193])
 def test_what_is_not_finite_is_seen_where_the_only_tile_writes_the_results(isa, dtype, Lk, causal, rng):
-    """One head, no row without keys, at most one tile: out comes from the product itself, of any width and stride."""
+    """One head, no row without keys, one tile, of 193 keys two: of one, the product writes out, whatever its stride."""
     q, k, v, _ = draw(rng, 2, 3, 3, 70, Lk, 9, 21, dtype)
     mask = np.zeros((70, Lk), bool)
     mask[1::2, 1] = True
