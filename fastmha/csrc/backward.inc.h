@@ -385,23 +385,27 @@ static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
         if (far) inverse[v] = v_load(rows->inverse + first + v * LANES);
         if (far) sum[v] = zero;
     }
-    for (ptrdiff_t k = 0; k < n; k++)
+    for (ptrdiff_t k = 0; k < n; k++) {
+        VEC p[MICRO_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) p[v] = v_min(v_splat(EXP_MOST), v_load(s + k * ld + v * LANES) - shift[v]);    /* whoever gave lse */
+        FMHA_NAME(exp_each)(vectors, p);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             ptrdiff_t at = k * ld + v * LANES;
-            VEC score = v_load(s + at), y = FMHA_NAME(exp)(score - shift[v]);
-            if (far) y = y * inverse[v];
-            VEC d = y * (v_load(g + at) - delta[v]);
+            if (far) p[v] = p[v] * inverse[v];
+            VEC d = p[v] * (v_load(g + at) - delta[v]);
             if (masked) {
-                IVEC removed = v_equal(score, gone);
-                y = v_select(removed, zero, y);
+                IVEC removed = v_equal(v_load(s + at), gone);
+                p[v] = v_select(removed, zero, p[v]);
                 if (slope) d = d * v_load(slope + at);
                 d = v_select(removed, zero, d);
             }
-            if (far) sum[v] = sum[v] + y;
-            v_store(s + at, y);
+            if (far) sum[v] = sum[v] + p[v];
+            v_store(s + at, p[v]);
             v_store(g + at, d);
         }
+    }
 #pragma GCC unroll 4
     for (int v = 0; far && v < vectors; v++)
         v_store(rows->sum + first + v * LANES, v_load(rows->sum + first + v * LANES) + sum[v]);

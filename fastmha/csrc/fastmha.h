@@ -270,7 +270,7 @@ typedef struct {
     /* y (cols) <- the sum of the rows of x, a row after the other. */
     void (*add_up_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y);
 
-    /* y[i] <- exp(x[i]), the kernels' own, for tests. */
+    /* y[i] <- exp(x[i]), the kernels' own, for tests: by exp_each, or by exp where one of some is beyond what that takes. */
     void (*exponential)(ptrdiff_t n, const void *x, void *y);
     void (*hyperbolic_tangent)(ptrdiff_t n, const void *x, void *y);
 } fmha_kernels;

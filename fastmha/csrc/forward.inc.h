@@ -61,40 +61,70 @@ static inline REAL *FMHA_NAME(scratch_of)(const fmha_run *run, int worker)
 }
 
 /* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
- * that was summed before must be multiplied by. */
+ * that was summed before must be multiplied by. Several keys at a time, or each step would wait for the one before. */
 static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s,
                                                                              REAL *peak, REAL *total, REAL *scale)
 {
-    VEC shift[MICRO_VECTORS], sum[MICRO_VECTORS][KEY_STEP];    /* even and odd keys apart: shorter sums err less */
-#pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++) shift[v] = v_load(peak + v * LANES);
-    for (ptrdiff_t k = 0; k < n; k++)
+    const int keys = EXP_CHAINS / vectors, some = keys * vectors;
+    VEC shift[MICRO_VECTORS], best[EXP_CHAINS], sum[MICRO_VECTORS][KEY_STEP];   /* even and odd keys apart: shorter sums err less */
+    ptrdiff_t k = 0;
+#pragma GCC unroll 8
+    for (int i = 0; i < some; i++) best[i] = v_load(peak + i % vectors * LANES);
+    for (; k + keys <= n; k += keys)
+#pragma GCC unroll 8
+        for (int i = 0; i < some; i++) {
+            VEC score = v_load(s + (k + i / vectors) * ld + i % vectors * LANES);
+            best[i] = v_max(score, best[i]);
+        }
+    for (; k < n; k++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             VEC score = v_load(s + k * ld + v * LANES);
-            shift[v] = v_max(score, shift[v]);
+            best[v] = v_max(score, best[v]);
         }
+#pragma GCC unroll 8
+    for (int i = vectors; i < some; i++) best[i % vectors] = v_max(best[i], best[i % vectors]);
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
         VEC before = v_load(peak + v * LANES);
-        v_store(peak + v * LANES, shift[v]);
-        shift[v] = v_select(v_equal(shift[v], v_splat(NEGATIVE_INFINITY)), v_splat(0), shift[v]);
-        VEC shrink = FMHA_NAME(exp)(before - shift[v]);
-        v_store(scale + v * LANES, shrink);
-        v_store(total + v * LANES, v_load(total + v * LANES) * shrink);
+        v_store(peak + v * LANES, best[v]);
+        shift[v] = v_select(v_equal(best[v], v_splat(NEGATIVE_INFINITY)), v_splat(0), best[v]);
+        best[v] = before - shift[v];
+    }
+    FMHA_NAME(exp_each)(vectors, best);
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+        v_store(scale + v * LANES, best[v]);
+        v_store(total + v * LANES, v_load(total + v * LANES) * best[v]);
         sum[v][0] = sum[v][1] = v_splat(0);
     }
-    for (ptrdiff_t k = 0; k < n; k += KEY_STEP)
+    for (k = 0; k + keys <= n; k += keys) {
+        VEC e[EXP_CHAINS];
+        REAL *at = s + k * ld;
+#pragma GCC unroll 8
+        for (int i = 0; i < some; i++) e[i] = v_load(at + i / vectors * ld + i % vectors * LANES) - shift[i % vectors];
+        FMHA_NAME(exp_each)(some, e);
+#pragma GCC unroll 8
+        for (int i = 0; i < some; i++) {
+            v_store(at + i / vectors * ld + i % vectors * LANES, e[i]);
+            sum[i % vectors][i / vectors % KEY_STEP] = sum[i % vectors][i / vectors % KEY_STEP] + e[i];
+        }
+    }
+    for (; k < n; k += KEY_STEP)
 #pragma GCC unroll 2
-        for (int odd = 0; odd < KEY_STEP; odd++)
+        for (int odd = 0; odd < KEY_STEP; odd++) {
+            VEC e[MICRO_VECTORS];
+            if (k + odd == n) break;
+            REAL *at = s + (k + odd) * ld;
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) e[v] = v_load(at + v * LANES) - shift[v];
+            FMHA_NAME(exp_each)(vectors, e);
 #pragma GCC unroll 4
             for (int v = 0; v < vectors; v++) {
-                if (k + odd == n) break;
-                REAL *at = s + (k + odd) * ld + v * LANES;
-                VEC e = FMHA_NAME(exp)(v_load(at) - shift[v]);
-                v_store(at, e);
-                sum[v][odd] = sum[v][odd] + e;
+                v_store(at + v * LANES, e[v]);
+                sum[v][odd] = sum[v][odd] + e[v];
             }
+        }
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++)
         v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));

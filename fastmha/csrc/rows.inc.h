@@ -4,11 +4,23 @@
 /* sum(exp(x - peak)) of a row, exp(x - peak) written to y; a peak of -inf means that no score is a number above -inf. */
 static inline REAL FMHA_NAME(exp_row)(ptrdiff_t n, const REAL *x, REAL peak, REAL *y)
 {
-    VEC total = v_splat(0);
-    for (ptrdiff_t j = 0; j < n; j += LANES) {
-        VEC e = FMHA_NAME(exp)(v_load_n(x + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
-        total = total + e;
-        v_store_n(y + j, e, n - j);
+    VEC total = v_splat(0), e[EXP_CHAINS];
+    ptrdiff_t j = 0;
+    for (; j + EXP_CHAINS * LANES <= n; j += EXP_CHAINS * LANES) {
+#pragma GCC unroll 8
+        for (int i = 0; i < EXP_CHAINS; i++) e[i] = v_load(x + j + i * LANES) - v_splat(peak);
+        FMHA_NAME(exp_each)(EXP_CHAINS, e);
+#pragma GCC unroll 8
+        for (int i = 0; i < EXP_CHAINS; i++) {
+            total = total + e[i];
+            v_store(y + j + i * LANES, e[i]);
+        }
+    }
+    for (; j < n; j += LANES) {
+        e[0] = v_load_n(x + j, n - j, NEGATIVE_INFINITY) - v_splat(peak);
+        FMHA_NAME(exp_each)(1, e);
+        total = total + e[0];
+        v_store_n(y + j, e[0], n - j);
     }
     return FMHA_NAME(sum)(total);
 }
@@ -508,7 +520,23 @@ static void FMHA_NAME(exponential)(ptrdiff_t n, const void *x_, void *y_)
 {
     const REAL *x = x_;
     REAL *y = y_;
-    for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(y + j, FMHA_NAME(exp)(v_load_n(x + j, n - j, 0)), n - j);
+    for (ptrdiff_t j = 0, step; j < n; j += step) {
+        VEC e[EXP_CHAINS];
+        const int chains = n - j >= EXP_CHAINS * LANES ? EXP_CHAINS : 1;
+        IVEC large = i_splat(0);
+        for (int i = 0; i < chains; i++) {
+            e[i] = v_load_n(x + j + i * LANES, n - j, 0);
+            large |= v_greater(e[i], v_splat(EXP_MOST));
+        }
+        if (v_any(large))
+            for (int i = 0; i < chains; i++) e[i] = FMHA_NAME(exp)(e[i]);
+        else if (chains == EXP_CHAINS)
+            FMHA_NAME(exp_each)(EXP_CHAINS, e);
+        else
+            FMHA_NAME(exp_each)(1, e);
+        step = chains * LANES;
+        for (int i = 0; i < chains; i++) v_store_n(y + j + i * LANES, e[i], n - j);
+    }
 }
 
 static void FMHA_NAME(hyperbolic_tangent)(ptrdiff_t n, const void *x_, void *y_)

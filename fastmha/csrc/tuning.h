@@ -66,6 +66,7 @@
 
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
+#define EXP_CHAINS       FMHA_OF(     4,      8,      4,      8,      4)  /* vectors whose exponentials are taken in step: as many as registers hold */
 #define CAPPED_KEYS      FMHA_OF(     8,      8,      8,      8,      8)  /* whose scores a softcap asks together whether all are small */
 #define WRITTEN_FAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of out, or of q, from which on "tiled" fetches rows before it writes them, or the next block's queries; */
 #define WRITTEN_AHEAD    FMHA_OF(     8,      8,      8,      8,      8)  /* rows ahead: the stores behind one that waits for its line wait, too */

@@ -14,6 +14,8 @@
 #define EXP_MAGIC 0x1.8p23f
 #define EXP_LOW -170.0f         /* exp below it is 0, and times 2^90 */
 #define EXP_NORMAL -0x1.5d589ep+6f      /* exp below it is subnormal */
+#define EXP_ZERO -88.0f         /* exp below it is not even half of a normal number, and the whole part of its power is that of a factor of 0 */
+#define EXP_MOST 88.0f          /* exp up to it has a power that is a number itself */
 #define POWER(n) 0x1p##n##f
 #define HUGE_POWER POWER(120)           /* the square of LARGE_POWER, 2^8 short of infinity */
 #define SUBNORMAL_LIFT POWER(24)        /* makes any subnormal number normal */
@@ -40,6 +42,8 @@ static const REAL FMHA_NAME(tanh_fit)[] = {-0x1.55553p-2f, 0x1.11068ep-3f, -0x1.
 #define EXP_MAGIC 0x1.8p52
 #define EXP_LOW -1400.0
 #define EXP_NORMAL -0x1.6232bdd7abcd2p+9
+#define EXP_ZERO -709.0
+#define EXP_MOST 709.0
 #define POWER(n) 0x1p##n
 #define HUGE_POWER POWER(960)
 #define SUBNORMAL_LIFT POWER(53)
@@ -294,12 +298,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const in
 {
     VEC r[8], fit[8];
     EACH(i) {
-#ifdef v_round
-        VEC whole = v_round(x[i] * (REAL)LOG2_E);
+        VEC shifted = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC), whole = shifted - v_splat(EXP_MAGIC);
+#ifdef v_scale
         power[i] = whole;
 #else
-        VEC shifted = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC);
-        VEC whole = shifted - v_splat(EXP_MAGIC);
         power[i] = shifted;
 #endif
         r[i] = x[i] - whole * (REAL)LN2_HIGH;
@@ -324,7 +326,7 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(exp_parts)(VEC x, VEC
 /* y * 2^n, as two factors, both normal, so that only the last product underflows: y = exp(r) times what leaves it normal. */
 static inline __attribute__((always_inline)) VEC FMHA_NAME(scaled)(VEC y, VEC power)
 {
-#ifdef v_round
+#ifdef v_scale
     return v_scale(y, power);
 #else
     IVEC n = v_bits(power) - v_bits(v_splat(EXP_MAGIC)), half = n >> 1;
@@ -341,6 +343,36 @@ static inline VEC FMHA_NAME(exp)(VEC x)
 #endif
     VEC power, y = FMHA_NAME(exp_parts)(x, &power);
     return FMHA_NAME(scaled)(y, power);
+}
+
+/* The same of n vectors x <= EXP_MOST, with the same bits and fewer instructions: the power is one factor, 0 where the result would be
+ * subnormal, and exp(r) 2^m = (exp(r) - 1) 2^m + 2^m. */
+static inline __attribute__((always_inline)) void FMHA_NAME(exp_each)(const int n, VEC *x)
+{
+    VEC r[8], fit[8], shifted[8];
+    EACH(i) {
+#if !FMHA_FLUSHES
+        x[i] = v_select(v_greater(v_splat(EXP_NORMAL), x[i]), v_splat(NEGATIVE_INFINITY), x[i]);
+#endif
+        x[i] = v_max(v_splat(EXP_ZERO), x[i]);          /* NaN stays */
+        shifted[i] = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC);
+    }
+    EACH(i) {
+        VEC whole = shifted[i] - v_splat(EXP_MAGIC);
+        r[i] = x[i] - whole * (REAL)LN2_HIGH;
+        r[i] = r[i] - whole * (REAL)LN2_LOW;
+    }
+    FMHA_NAME(horner)(n, sizeof FMHA_NAME(exp_fit) / sizeof(REAL), FMHA_NAME(exp_fit), r, fit);
+    EACH(i) fit[i] = fit[i] * r[i];
+    EACH(i) r[i] = fit[i] * r[i] + r[i];
+    EACH(i) {
+        VEC factor = v_from_bits((v_bits(shifted[i]) + (i_splat(EXP_BIAS) - v_bits(v_splat(EXP_MAGIC)))) << EXP_SHIFT);
+#ifdef v_fms
+        x[i] = r[i] * factor + factor;                  /* rounded once */
+#else
+        x[i] = (r[i] + v_splat(1)) * factor;
+#endif
+    }
 }
 
 /* tanh(x): the fit for |x| < TANH_NEAR, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry; near: all are.

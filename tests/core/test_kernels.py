@@ -132,6 +132,17 @@ def test_exp_is_0_below_the_smallest_normal_number(isa, dtype):
     assert (y[exact > smallest * margin] >= smallest).all()
 
 
+@dtypes
+def test_both_ways_of_exp_have_the_same_bits(isa, dtype, rng):
+    """Softmax takes the way of arguments up to 88, or 709, several vectors in step: a larger one beside them has all go the other way."""
+    largest = {np.float32: 88, np.float64: 709}[dtype]
+    x = np.concatenate([edges(dtype), *(rng.uniform(-size, size, 5000).astype(dtype) for size in (1, 20, 90, 750)), [-np.inf, np.nan, -0.0]])
+    x = x[~(x > largest)].astype(dtype)
+    beside = np.full((x.size, 2), np.inf, dtype)
+    beside[:, 0] = x
+    assert same_bits(apply("exponential", x), apply("exponential", beside.ravel())[::2].copy())
+
+
 def test_the_control_register_of_the_thread_is_as_it_was(isa):
     """NumPy goes on computing with subnormal numbers in the thread that called, and in one that comes after."""
     tiny = np.float32([1e-40])
