@@ -327,15 +327,14 @@ static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, con
     return any;
 }
 
-/* The block's rows of x (q or grad_out) as rows of whole vectors: where they lie if they are one head's, or copied. */
-static const REAL *FMHA_NAME(block_matrix)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width,
-                                           int finite, REAL *copy, ptrdiff_t *ld)
+/* The block's rows of x (q or grad_out), which meet n keys, as rows of whole vectors: where they lie if they are one head's, or copied. */
+static const REAL *FMHA_NAME(block_matrix)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t n,
+                                           ptrdiff_t width, int finite, REAL *copy, ptrdiff_t *ld)
 {
     ptrdiff_t whole = ROUND_UP(width, LANES);
-    if (finite && whole == width && p->element == FMHA_SAME && block->head[0] == block->head[block->rows - 1]) {
-        *ld = x->stride[2];
-        return (const REAL *)FMHA_NAME(row_of)(p, x, block, 0);
-    }
+    if (p->element == FMHA_SAME && block->head[0] == block->head[block->rows - 1])
+        return FMHA_NAME(whole_rows)((const REAL *)FMHA_NAME(row_of)(p, x, block, 0), x->stride[2], block->rows, width, finite,
+                                     FMHA_NAME(crowded)(x->stride[2], width, n), copy, ld);
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         const REAL *row = FMHA_NAME(real_row)(p->element, FMHA_NAME(row_of)(p, x, block, r), width, copy + r * whole);
         if (finite && p->element != FMHA_SAME) continue;        /* converted, with the zeros beyond */
@@ -540,21 +539,21 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
             v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
     /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
     int finite = w->grad_out_finite || !touched;
-    const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, p->Dv, finite, w->m.copy_grad_out, &ld);
+    const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, n, p->Dv, finite, w->m.copy_grad_out, &ld);
     FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, first, 1, grad_v);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
     FMHA_NAME(fetch_part)(w->next, 1);
     /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
     finite = w->q_finite || !touched;
     const int multiplied = first && !banded && finite;
-    rows = FMHA_NAME(block_matrix)(p, &p->q, block, p->D, finite, w->m.copy_q, &ld);
+    rows = FMHA_NAME(block_matrix)(p, &p->q, block, n, p->D, finite, w->m.copy_q, &ld);
     FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     FMHA_NAME(fetch_part)(w->next, 2);
     /* grad_q (queries, D) <- grad_q + grad_scores^T (keys, queries)^T @ k (keys, D), made aside where its turn has not come */
     finite = w->k_finite || !touched;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
-    rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, w->m.copy_k, &ld);
+    rows = FMHA_NAME(whole_rows)(tile.k, tile.ldk, n, p->D, finite, FMHA_NAME(crowded)(tile.ldk, p->D, block->rows), w->m.copy_k, &ld);
     if (!turn->taken || FMHA_NAME(has_come)(turn)) {
         FMHA_NAME(product_queries)(block, banded, j, n, g, rows, ld, width, 0, grad_q);
     } else {

@@ -290,12 +290,19 @@ static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) 
     return 1;
 }
 
+/* Whether rows so far apart, as those of a head among many are, share few sets of the caches, and are better copied where a product reads them
+ * time and again: for every few of so many other rows. */
+static inline int FMHA_NAME(crowded)(ptrdiff_t stride, ptrdiff_t width, ptrdiff_t others)
+{
+    return stride % (CROWDED_BYTES / (ptrdiff_t)sizeof(REAL)) == 0 && others >= CROWDED_ROWS && width < stride;
+}
+
 /* Rows [j, j + n) of a key/value head as rows of whole vectors: where they lie, or padded with zeros in `copy`. */
-static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, REAL *copy,
+static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, int crowded, REAL *copy,
                                          ptrdiff_t *ld)
 {
     ptrdiff_t whole = ROUND_UP(width, LANES);
-    if (finite && whole == width) {
+    if (finite && whole == width && !crowded) {
         *ld = stride;
         return x;
     }

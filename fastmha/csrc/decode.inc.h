@@ -522,7 +522,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             const REAL *values = m->copy;
             ld = value_width;
             if (raised) FMHA_NAME(lift_rows)(part, p->Dv, v, ldv, m->copy, ld);
-            else values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), m->copy, &ld);
+            else values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), 0, m->copy, &ld);
             FMHA_NAME(decode_values)(FMHA_SAME, p, &m->ahead, rows, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
             for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
                 fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,

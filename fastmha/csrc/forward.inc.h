@@ -291,7 +291,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
             memset(copy, 0, (size_t)(n * value_width) * sizeof(REAL));
             FMHA_NAME(lift_rows)(n, p->Dv, values, ld, copy, value_width);
         } else {
-            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, copy, &ldv);
+            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(crowded)(ld, p->Dv, block->rows), copy, &ldv);
         }
         const int more = far && start + TILE_KEYS < block->j1;
         REAL inverse[BLOCK_ROWS];
@@ -662,7 +662,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     for (int careful = 0; careful < 2; careful++) {
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
-        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), m.copy, &ld);
+        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv, block->rows), m.copy, &ld);
         FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, queries, rows, ld, out, value_width);
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;

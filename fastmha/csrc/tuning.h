@@ -67,6 +67,9 @@
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
 #define EXP_CHAINS       FMHA_OF(     4,      8,      4,      8,      4)  /* vectors whose exponentials are taken in step: as many as registers hold */
+#define CROWDED_BYTES    FMHA_OF(  4096,   4096,   4096, CROWDED_512,  4096)  /* of which the distance of rows that share few sets of the caches is a multiple: they are */
+#define CROWDED_512      (sizeof(REAL) == 4 ? 1 << 30 : 4096)     /* read as often as a product has tiles, more often with shorter vectors, */
+#define CROWDED_ROWS     FMHA_OF(    24,     24,     24,     24,     24)  /* and are copied where that has so many rows or more */
 #define CAPPED_KEYS      FMHA_OF(     8,      8,      8,      8,      8)  /* whose scores a softcap asks together whether all are small */
 #define WRITTEN_FAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of out, or of q, from which on "tiled" fetches rows before it writes them, or the next block's queries; */
 #define WRITTEN_AHEAD    FMHA_OF(     8,      8,      8,      8,      8)  /* rows ahead: the stores behind one that waits for its line wait, too */
