@@ -13,8 +13,10 @@ typedef struct {
 } FMHA_NAME(ahead);
 
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
- * there are many registers, of a single row all those that are left. */
+ * there are many registers, of a single row all those that are left. Of values alone, where there is no room for scores: DECODE_ALONE. */
 #define DECODE_ALL (DECODE_SUMMED >= 16)
+#define DECODE_ALONE_VECTORS(many, vectors) \
+    ((many) > 2 && DECODE_ALONE > DECODE_SUMMED && (vectors) >= DECODE_ALONE / (many) ? DECODE_ALONE / (many) : DECODE_VECTORS(many, vectors))
 #define DECODE_VECTORS(many, vectors) \
     (DECODE_ALL && (many) == 1 && (vectors) >= 16 ? 16 : DECODE_ALL && (many) == 1 && (vectors) <= 8 ? (vectors) \
      : (vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
@@ -117,9 +119,9 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
 static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near,
     ptrdiff_t last, const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC *total)
 {
-    VEC weight[DECODE_TOGETHER];
+    VEC weight[DECODE_TOGETHER], value[16];
 #pragma GCC unroll 4
-    for (int r = 0; r < many; r++) weight[r] = v_splat(weights[r * DECODE_KEYS]);
+    for (int r = 0; r < many && many <= nv; r++) weight[r] = v_splat(weights[r * DECODE_KEYS]);
 #pragma GCC unroll 16
     for (int i = 0; i < nv; i++) {
         const char *at = v + i * LANES * FMHA_NAME(stored_size)(type);
@@ -128,9 +130,16 @@ static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const in
             if (near) v_prefetch(at + v_ahead);
             else v_prefetch_far(at + v_ahead);
         }
-        const VEC value = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
+        value[i] = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
 #pragma GCC unroll 4
-        for (int r = 0; r < many; r++) total[r * nv + i] = total[r * nv + i] + weight[r] * value;
+        for (int r = 0; r < many && many <= nv; r++) total[r * nv + i] = total[r * nv + i] + weight[r] * value[i];
+    }
+    /* Of more rows than vectors: whichever are fewer stay in registers meanwhile. */
+#pragma GCC unroll 4
+    for (int r = 0; r < many && many > nv; r++) {
+        weight[0] = v_splat(weights[r * DECODE_KEYS]);
+#pragma GCC unroll 4
+        for (int i = 0; i < nv; i++) total[r * nv + i] = total[r * nv + i] + weight[0] * value[i];
     }
 }
 
@@ -158,30 +167,44 @@ static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int
 #define DECODE_LAST(nv, columns) ((columns) < (nv) * LANES ? (columns) - ((nv) - 1) * LANES : LANES)
 
 /* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys, columns):
- * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. */
+ * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. What is asked at each key costs about
+ * as much as its sums: each way of fetching has a loop. */
 static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near,
     const ptrdiff_t keys, const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo,
     const REAL *shrink)
 {
     const ptrdiff_t ldv = from->ldv, v_ahead = from->v_ahead, first = from->first, fetched = from->fetched, last = DECODE_LAST(nv, columns);
+    const ptrdiff_t lines = type == FMHA_SAME ? from->whole : 0;
+    const int all = first == 0 && fetched == 4 && !from->then;
     const char *v = from->v, *then = from->then;
     for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
         const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
         VEC total[DECODE_TOGETHER * 8];
         FMHA_NAME(no_totals)(many, nv, total);
-#pragma GCC unroll 4
-        for (ptrdiff_t e = j; e < end; e++, v += ldv) {
-            const ptrdiff_t place = e % 4 - first;
-            if (then) {
-                for (ptrdiff_t line = 0; line < from->then_lines; line++) v_prefetch_far(then + line * FMHA_CACHE_LINE);
-                then += from->then_ld;
+#define EACH_KEY(fetch, last, ahead) \
+    _Pragma("GCC unroll 2") \
+    for (ptrdiff_t e = j; e < end; e++, v += ldv) { \
+        fetch \
+        FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, ahead, total); \
+    }
+        if (!then && fetched == 0 && last == LANES) {
+            EACH_KEY(, LANES, 0)
+        } else if (all && lines) {
+            EACH_KEY(for (ptrdiff_t line = 0; line < lines; line++) v_prefetch(v + v_ahead + line * FMHA_CACHE_LINE);, last, 0)
+        } else if (all) {
+            EACH_KEY(, last, v_ahead)
+        } else {
+            for (ptrdiff_t e = j; e < end; e++, v += ldv) {
+                const ptrdiff_t place = e % 4 - first;
+                for (ptrdiff_t line = 0; then && line < from->then_lines; line++) v_prefetch_far(then + line * FMHA_CACHE_LINE);
+                if (then) then += from->then_ld;
+                const int fetch = place >= 0 && place < fetched;
+                for (ptrdiff_t line = 0; fetch && line < lines; line++) v_prefetch(v + v_ahead + line * FMHA_CACHE_LINE);
+                if (fetch && !lines) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
+                else FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
             }
-            if (type == FMHA_SAME && from->whole && place >= 0 && place < fetched) {
-                for (ptrdiff_t line = 0; line < from->whole; line++) v_prefetch(v + v_ahead + line * FMHA_CACHE_LINE);
-                FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
-            } else if (place >= 0 && place < fetched) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
-            else FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
         }
+#undef EACH_KEY
         FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
     }
 }
@@ -325,7 +348,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         return;
     }
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
-        nv = DECODE_VECTORS(many, vectors - done);
+        nv = what == FMHA_NAME(in_turns) && done == 0 && !several ? DECODE_VECTORS(many, vectors) : DECODE_ALONE_VECTORS(many, vectors - done);
         if (done > 0 && from.whole) from.fetched = 0;       /* they are, by the first of these */
         if (done == 0 && nv < vectors && type == FMHA_SAME && from.close) from.whole = fmha_parts(Dv * size, FMHA_CACHE_LINE);
 #define PASS(n) \
@@ -342,8 +365,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
         else if (DECODE_ALL && many == 1 && nv == 7) { PASS(7); }
         else if (DECODE_ALL && many == 1 && nv == 6) { PASS(6); }
         else if (DECODE_ALL && many == 1 && nv == 5) { PASS(5); }
-        else if (DECODE_SUMMED >= 4 * many && nv == 4) { PASS(4); }
-        else if (DECODE_ALL && many == 1 && nv == 3) { PASS(3); }
+        else if (DECODE_ALONE >= 4 * many && nv == 4) { PASS(4); }
+        else if (((DECODE_ALL && many == 1) || (many == 4 && DECODE_ALONE == 12)) && nv == 3) { PASS(3); }
         else if (nv == 2) { PASS(2); }
         else { PASS(1); }
 #undef PASS

@@ -107,6 +107,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef EXP_MAGIC
 #undef EXP_LOW
 #undef EXP_NORMAL
+#undef EXP_ZERO
+#undef EXP_MOST
 #undef POWER
 #undef LARGE_POWER
 #undef HUGE_POWER

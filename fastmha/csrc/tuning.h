@@ -50,6 +50,7 @@
 #define DECODE_KEYS      FMHA_OF(   128,    128,    128,    128,    128)  /* of a block */
 #define DECODE_STEP      FMHA_OF(    16,     16,     16,     16,     16)  /* of them at a time, a multiple of the lanes of every vector: sums of sums err less than one long sum */
 #define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
+#define DECODE_ALONE     FMHA_OF(    12,     16,     12,     16,      8)  /* the same where no scores are summed beside */
 #define DECODE_CHAINS    FMHA_OF(     8,     16,      8,     16,      8)  /* sums of scores side by side, of all its rows, at most */
 #define DECODE_CLOSE     FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of all keys and values up to which nothing is fetched ahead: the second cache has them */
 #define DECODE_NEAR      FMHA_OF((5 << 22), (5 << 22), (5 << 22), (5 << 22), (5 << 22))  /* and up to which all scores of a block come before its values: the third has them, and delivers one stream faster than two, */
