@@ -173,6 +173,28 @@ def test_a_window_in_a_long_row_of_keys_has_the_bits_of_its_tiles(isa, dtype, rn
 
 
 @dtypes
+@pytest.mark.parametrize("rules", RULES)
+def test_heads_in_rows_of_whole_pages_have_the_bits_of_contiguous_ones(isa, dtype, rules, rng):
+    """Rows that share few sets of the caches are copied for some products, not for others: the same numbers."""
+    q, k, v, g = draw(rng, 2, 4, 2, 70, 200, 16, 16, dtype)
+
+    def in_pages(x):
+        B, H, L, D = x.shape
+        pages = np.full((B, H, L, 4096 // x.itemsize), np.nan, dtype)
+        pages[..., :D] = x
+        return pages[..., :D]
+
+    def results(q, k, v, g):
+        out, lse = tiled(q, k, v, **RULES[rules])
+        gradients = fastmha.attention_backward(g, q, k, v, out, lse, algorithm="tiled", **RULES[rules])
+        *_, weights = fastmha.attention(q, k, v, algorithm="tiled", return_weights=True, **RULES[rules])
+        return out, lse, weights, *gradients
+
+    far = results(*map(in_pages, (q, k, v, g)))
+    assert all(same_bits(x, y) for x, y in zip(far, results(q, k, v, g)))
+
+
+@dtypes
 def test_the_place_of_a_head_in_its_group_does_not_change_its_bits(isa, dtype, rng):
     q, k, v, _ = draw(rng, 1, 5, 1, 27, 200, 7, 6, dtype)
     together = tiled(q, k, v, is_causal=True, offset=100)
