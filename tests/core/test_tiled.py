@@ -187,8 +187,7 @@ def test_heads_in_rows_of_whole_pages_have_the_bits_of_contiguous_ones(isa, dtyp
     def results(q, k, v, g):
         out, lse = tiled(q, k, v, **RULES[rules])
         gradients = fastmha.attention_backward(g, q, k, v, out, lse, algorithm="tiled", **RULES[rules])
-        *_, weights = fastmha.attention(q, k, v, algorithm="tiled", return_weights=True, **RULES[rules])
-        return out, lse, weights, *gradients
+        return out, lse, *gradients, *fastmha.scaled_dot_product_attention(q[:, :2], k, v)
 
     far = results(*map(in_pages, (q, k, v, g)))
     assert all(same_bits(x, y) for x, y in zip(far, results(q, k, v, g)))
