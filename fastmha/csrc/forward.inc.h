@@ -68,22 +68,31 @@ static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(con
     const int keys = EXP_CHAINS / vectors, some = keys * vectors;
     VEC shift[MICRO_VECTORS], best[EXP_CHAINS], sum[MICRO_VECTORS][KEY_STEP];   /* even and odd keys apart: shorter sums err less */
     ptrdiff_t k = 0;
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) best[v] = v_load(peak + v * LANES);
+    if (n >= keys) {
 #pragma GCC unroll 8
-    for (int i = 0; i < some; i++) best[i] = v_load(peak + i % vectors * LANES);
-    for (; k + keys <= n; k += keys)
+        for (int i = vectors; i < some; i++) best[i] = best[i % vectors];
+        for (; k + keys <= n; k += keys)
 #pragma GCC unroll 8
-        for (int i = 0; i < some; i++) {
-            VEC score = v_load(s + (k + i / vectors) * ld + i % vectors * LANES);
-            best[i] = v_max(score, best[i]);
-        }
+            for (int i = 0; i < some; i++) {
+                VEC score = v_load(s + (k + i / vectors) * ld + i % vectors * LANES);
+                best[i] = v_max(score, best[i]);
+            }
+#define HALVED(half) \
+        _Pragma("GCC unroll 4") \
+        for (int i = 0; some >= 2 * (half) && vectors <= (half) && i < (half); i++) best[i] = v_max(best[i + (half)], best[i]);
+        HALVED(4)
+        HALVED(2)
+        HALVED(1)
+#undef HALVED
+    }
     for (; k < n; k++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             VEC score = v_load(s + k * ld + v * LANES);
             best[v] = v_max(score, best[v]);
         }
-#pragma GCC unroll 8
-    for (int i = vectors; i < some; i++) best[i % vectors] = v_max(best[i], best[i % vectors]);
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
         VEC before = v_load(peak + v * LANES);
