@@ -134,9 +134,10 @@ def test_exp_is_0_below_the_smallest_normal_number(isa, dtype):
 
 @dtypes
 def test_both_ways_of_exp_have_the_same_bits(isa, dtype, rng):
-    """Softmax takes the way of arguments up to 88, or 709, several vectors in step: a larger one beside them has all go the other way."""
+    """Softmax has that of arguments up to 88, or 709, of vectors in step: beside a larger one they all go the other way."""
     largest = {np.float32: 88, np.float64: 709}[dtype]
-    x = np.concatenate([edges(dtype), *(rng.uniform(-size, size, 5000).astype(dtype) for size in (1, 20, 90, 750)), [-np.inf, np.nan, -0.0]])
+    x = [rng.uniform(-size, size, 5000).astype(dtype) for size in (1, 20, 90, 750)]
+    x = np.concatenate([edges(dtype), *x, [-np.inf, np.nan, -0.0]])
     x = x[~(x > largest)].astype(dtype)
     beside = np.full((x.size, 2), np.inf, dtype)
     beside[:, 0] = x
