@@ -14,8 +14,8 @@
 #define EXP_MAGIC 0x1.8p23f
 #define EXP_LOW -170.0f         /* exp below it is 0, and times 2^90 */
 #define EXP_NORMAL -0x1.5d589ep+6f      /* exp below it is subnormal */
-#define EXP_ZERO -88.0f         /* exp below it is not even half of a normal number, and the whole part of its power is that of a factor of 0 */
-#define EXP_MOST 88.0f          /* exp up to it has a power that is a number itself */
+#define EXP_ZERO -88.0f         /* exp below it is subnormal; m is -127 there, whose factor of bits is 0 */
+#define EXP_MOST 88.0f          /* up to it 2^m is a number: the largest m is 127 */
 #define POWER(n) 0x1p##n##f
 #define HUGE_POWER POWER(120)           /* the square of LARGE_POWER, 2^8 short of infinity */
 #define SUBNORMAL_LIFT POWER(24)        /* makes any subnormal number normal */
@@ -292,25 +292,34 @@ static inline __attribute__((always_inline)) void FMHA_NAME(horner)(const int n,
     for (ptrdiff_t d = terms - 2; d >= 0; d--) EACH(i) sum[i] = sum[i] * x[i] + v_splat(fit[d]);
 }
 
-/* exp(x) = 2^m exp(r), m = round(x / ln 2), |r| <= ln2 / 2: y <- exp(r), power <- what `scaled` takes for m; NaN at NaN.
+/* exp(x) = 2^m exp(r), m = round(x / ln 2), |r| <= ln2 / 2: rest <- exp(r) - 1, shifted <- m + EXP_MAGIC; NaN at NaN.
  * EXP_LOW <= x <= EXP_HIGH */
-static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const int n, const VEC *x, VEC *y, VEC *power)
+static inline __attribute__((always_inline)) void FMHA_NAME(exp_rest)(const int n, const VEC *x, VEC *rest, VEC *shifted)
 {
     VEC r[8], fit[8];
+    EACH(i) shifted[i] = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC);
     EACH(i) {
-        VEC shifted = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC), whole = shifted - v_splat(EXP_MAGIC);
-#ifdef v_scale
-        power[i] = whole;
-#else
-        power[i] = shifted;
-#endif
+        VEC whole = shifted[i] - v_splat(EXP_MAGIC);
         r[i] = x[i] - whole * (REAL)LN2_HIGH;
         r[i] = r[i] - whole * (REAL)LN2_LOW;
     }
     FMHA_NAME(horner)(n, sizeof FMHA_NAME(exp_fit) / sizeof(REAL), FMHA_NAME(exp_fit), r, fit);
+    EACH(i) fit[i] = fit[i] * r[i];
+    EACH(i) rest[i] = fit[i] * r[i] + r[i];
+}
+
+/* y <- exp(r), power <- what `scaled` takes for m. */
+static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const int n, const VEC *x, VEC *y, VEC *power)
+{
+    VEC rest[8], shifted[8];
+    FMHA_NAME(exp_rest)(n, x, rest, shifted);
     EACH(i) {
-        VEC part = (fit[i] * r[i]) * r[i] + r[i];
-        y[i] = part + v_splat(1);
+        y[i] = rest[i] + v_splat(1);
+#ifdef v_scale
+        power[i] = shifted[i] - v_splat(EXP_MAGIC);
+#else
+        power[i] = shifted[i];
+#endif
     }
 }
 
@@ -349,28 +358,20 @@ static inline VEC FMHA_NAME(exp)(VEC x)
  * subnormal, and exp(r) 2^m = (exp(r) - 1) 2^m + 2^m. */
 static inline __attribute__((always_inline)) void FMHA_NAME(exp_each)(const int n, VEC *x)
 {
-    VEC r[8], fit[8], shifted[8];
+    VEC rest[8], shifted[8];
     EACH(i) {
 #if !FMHA_FLUSHES
         x[i] = v_select(v_greater(v_splat(EXP_NORMAL), x[i]), v_splat(NEGATIVE_INFINITY), x[i]);
 #endif
         x[i] = v_max(v_splat(EXP_ZERO), x[i]);          /* NaN stays */
-        shifted[i] = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC);
     }
-    EACH(i) {
-        VEC whole = shifted[i] - v_splat(EXP_MAGIC);
-        r[i] = x[i] - whole * (REAL)LN2_HIGH;
-        r[i] = r[i] - whole * (REAL)LN2_LOW;
-    }
-    FMHA_NAME(horner)(n, sizeof FMHA_NAME(exp_fit) / sizeof(REAL), FMHA_NAME(exp_fit), r, fit);
-    EACH(i) fit[i] = fit[i] * r[i];
-    EACH(i) r[i] = fit[i] * r[i] + r[i];
+    FMHA_NAME(exp_rest)(n, x, rest, shifted);
     EACH(i) {
         VEC factor = v_from_bits((v_bits(shifted[i]) + (i_splat(EXP_BIAS) - v_bits(v_splat(EXP_MAGIC)))) << EXP_SHIFT);
 #ifdef v_fms
-        x[i] = r[i] * factor + factor;                  /* rounded once */
+        x[i] = rest[i] * factor + factor;               /* rounded once */
 #else
-        x[i] = (r[i] + v_splat(1)) * factor;
+        x[i] = (rest[i] + v_splat(1)) * factor;
 #endif
     }
 }
