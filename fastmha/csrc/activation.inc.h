@@ -28,7 +28,7 @@ static const INT FMHA_NAME(lower_half) = ((INT)1 << 27) - 1;
 #endif
 
 /* ratio <- Phi(-a) exp(a^2 / 2) */
-static inline __attribute__((always_inline)) void FMHA_NAME(tail_ratio)(const int n, const VEC *a, VEC *ratio)
+INLINED void FMHA_NAME(tail_ratio)(const int n, const VEC *a, VEC *ratio)
 {
     VEC below[8];
     FMHA_NAME(horner)(n, sizeof FMHA_NAME(tail_above) / sizeof(REAL), FMHA_NAME(tail_above), a, ratio);
@@ -38,7 +38,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tail_ratio)(const in
 
 /* exp(-a^2 / 2) in parts. The rounding of a^2 would be one of the result, a^2 / 2 times as large: what it loses, exact (without
  * fused instructions by halves of the digits, Dekker 1971), is multiplied in, as exp(-e / 2) = 1 - e / 2. */
-static inline __attribute__((always_inline)) void FMHA_NAME(bell_parts)(const int n, const VEC *a, VEC *y, VEC *power)
+INLINED void FMHA_NAME(bell_parts)(const int n, const VEC *a, VEC *y, VEC *power)
 {
     VEC square[8], lost[8];
     EACH(i) {
@@ -62,8 +62,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(bell_parts)(const in
 #define BELL_END ((REAL)(FMHA_REAL == 32 ? 18 : 52))        /* half its square is within exp's range, and Phi(-BELL_END) is 0 */
 
 /* exp(-log_odds) in parts, log_odds = -log of Q / (1 - Q), for all but gelu; rate <- the derivative of log_odds. */
-static inline __attribute__((always_inline)) void FMHA_NAME(odds_parts)(const int kind, const int n, const VEC *a, VEC *rate, VEC *y,
-                                                                        VEC *power)
+INLINED void FMHA_NAME(odds_parts)(const int kind, const int n, const VEC *a, VEC *rate, VEC *y, VEC *power)
 {
     VEC minus[8];
     EACH(i) {
@@ -81,7 +80,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(odds_parts)(const in
 }
 
 /* n vectors of x := their activations. A kind is a constant wherever this is called. */
-static inline __attribute__((always_inline)) void FMHA_NAME(activate)(const int kind, const int n, VEC *x)
+INLINED void FMHA_NAME(activate)(const int kind, const int n, VEC *x)
 {
     VEC a[8], tail[8], y[8], power[8];
     if (kind == FMHA_NO_ACTIVATION) return;
@@ -103,7 +102,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(activate)(const int 
 }
 
 /* n vectors of slope <- the derivatives at x. */
-static inline __attribute__((always_inline)) void FMHA_NAME(activation_slope)(const int kind, const int n, const VEC *x, VEC *slope)
+INLINED void FMHA_NAME(activation_slope)(const int kind, const int n, const VEC *x, VEC *slope)
 {
     VEC zero = v_splat(0), one = v_splat(1), a[8], y[8], power[8];
     EACH(i) slope[i] = one;
@@ -138,8 +137,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(activation_slope)(co
 
 #define ABREAST (MICRO_SUMS >= 24 ? 4 : 2)      /* vectors side by side: as many as the registers hold */
 
-static inline __attribute__((always_inline)) void FMHA_NAME(activate_row_of)(const int kind, ptrdiff_t n, const REAL *x,
-                                                                             REAL *y)
+INLINED void FMHA_NAME(activate_row_of)(const int kind, ptrdiff_t n, const REAL *x, REAL *y)
 {
     VEC part[ABREAST];
     ptrdiff_t j = 0;
@@ -155,8 +153,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(activate_row_of)(con
     }
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(activate_row_backward_of)(const int kind, ptrdiff_t n, const REAL *dy,
-                                                                                      const REAL *x, REAL *dx)
+INLINED void FMHA_NAME(activate_row_backward_of)(const int kind, ptrdiff_t n, const REAL *dy, const REAL *x, REAL *dx)
 {
     VEC part[ABREAST], slope[ABREAST];
     ptrdiff_t j = 0;

@@ -251,7 +251,7 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
 }
 
 /* sum(x * y) of n elements of a type. */
-static inline __attribute__((always_inline)) REAL FMHA_NAME(row_product)(const int type, ptrdiff_t n, const char *x, const char *y)
+INLINED REAL FMHA_NAME(row_product)(const int type, ptrdiff_t n, const char *x, const char *y)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum = v_splat(0);
@@ -371,9 +371,8 @@ static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
 
 /* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever shift, dP and delta are. far: with
  * the factor inverse, 1 but for own sums, and the sum of P. */
-static inline __attribute__((always_inline)) void FMHA_NAME(gradient_columns)(
-    const int vectors, const int masked, const int far, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g, const REAL *slope,
-    const FMHA_NAME(packed) *rows, ptrdiff_t first)
+INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, const int far, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g,
+                                         const REAL *slope, const FMHA_NAME(packed) *rows, ptrdiff_t first)
 {
     VEC shift[MICRO_VECTORS], delta[MICRO_VECTORS], inverse[MICRO_VECTORS], sum[MICRO_VECTORS];
     VEC gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);

@@ -377,7 +377,7 @@ static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
 }
 
 /* An item of run->mode; matrix: on matrix tiles, but for the rows that these leave. */
-static inline __attribute__((always_inline)) void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
+INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
 {
     const fmha_problem *p = &run->p;
     const int mode = run->mode;

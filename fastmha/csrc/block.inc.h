@@ -164,9 +164,9 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
 #if HAVE_TRANSPOSE
 /* A square of LANES rows and items, or of what there is of `rows` and `items`, each row `at` bytes on. The same of the rows that come after
  * these, `ahead` bytes on, are fetched: no CPU guesses so many streams, each as short as a row. */
-static inline __attribute__((always_inline)) void FMHA_NAME(pack_square)(
-    const int sized, const int type, const int whole, ptrdiff_t rows, ptrdiff_t items, const char *const *row, ptrdiff_t at,
-    ptrdiff_t ahead, REAL factor, VEC *squares, REAL *to, ptrdiff_t ld)
+INLINED void FMHA_NAME(pack_square)(const int sized, const int type, const int whole, ptrdiff_t rows, ptrdiff_t items,
+                                    const char *const *row, ptrdiff_t at, ptrdiff_t ahead, REAL factor, VEC *squares, REAL *to,
+                                    ptrdiff_t ld)
 {
     VEC part[LANES];
 #pragma GCC unroll 16
@@ -186,9 +186,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pack_square)(
 
 /* packed^T (width, queries) <- factor * x rows (rows, width), zeros beyond. Where sized, returns a number below HUGE_POWER if all
  * that was packed is below LARGE_POWER, and not such a number if something is so large or not finite. */
-static inline __attribute__((always_inline)) REAL FMHA_NAME(transposed)(const int sized, const int type,
-                                                                        const FMHA_NAME(rows) *block, const fmha_array *x,
-                                                                        ptrdiff_t width, REAL factor, REAL *packed)
+INLINED REAL FMHA_NAME(transposed)(const int sized, const int type, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width,
+                                   REAL factor, REAL *packed)
 {
     const ptrdiff_t queries = block->queries, size = FMHA_NAME(stored_size)(type);
     VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
@@ -406,8 +405,8 @@ static void FMHA_NAME(mask_boolean)(const fmha_array *mask, const FMHA_NAME(rows
 }
 
 /* An additive mask there: squares of LANES rows and keys are transposed in registers, what is left over goes one by one. */
-static inline __attribute__((always_inline)) void FMHA_NAME(mask_additive)(
-    const int type, const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low, ptrdiff_t high, REAL *s)
+INLINED void FMHA_NAME(mask_additive)(const int type, const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j,
+                                      ptrdiff_t low, ptrdiff_t high, REAL *s)
 {
     ptrdiff_t queries = block->queries, step = mask->stride[3], size = FMHA_NAME(stored_size)(type), q = v * LANES, k = low;
     ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES;
@@ -640,7 +639,7 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
 }
 
 /* Inlined: to GCC a function that only fetches has no effect, and it leaves out the calls. */
-static inline __attribute__((always_inline)) void FMHA_NAME(fetch_part)(FMHA_NAME(next) *next, int part)
+INLINED void FMHA_NAME(fetch_part)(FMHA_NAME(next) *next, int part)
 {
     if (!next) return;
     FMHA_NAME(part) *of = &next->part[part];

@@ -116,8 +116,8 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
 
 /* total[r * nv + i] <- total[r * nv + i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies
  * v_ahead further on is fetched, unless that is 0, into the first cache where it is `near`. */
-static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near,
-    ptrdiff_t last, const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC *total)
+INLINED void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near, ptrdiff_t last, const REAL *weights,
+                                   const char *v, const ptrdiff_t v_ahead, VEC *total)
 {
     VEC weight[DECODE_TOGETHER], value[16];
 #pragma GCC unroll 4
@@ -144,8 +144,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(add_values)(const in
 }
 
 /* out (many, nv vectors of ldo) <- shrink * out + total; shrink NULL: 1. */
-static inline __attribute__((always_inline)) void FMHA_NAME(add_totals)(const int many, const int nv, VEC *total, REAL *out, ptrdiff_t ldo,
-                                                                        const REAL *shrink)
+INLINED void FMHA_NAME(add_totals)(const int many, const int nv, VEC *total, REAL *out, ptrdiff_t ldo, const REAL *shrink)
 {
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++) {
@@ -155,7 +154,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(add_totals)(const in
     }
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int many, const int nv, VEC *total)
+INLINED void FMHA_NAME(no_totals)(const int many, const int nv, VEC *total)
 {
 #pragma GCC unroll 4
     for (int r = 0; r < many; r++)
@@ -169,9 +168,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(no_totals)(const int
 /* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys, columns):
  * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. What is asked at each key costs about
  * as much as its sums: each way of fetching has a loop. */
-static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near,
-    const ptrdiff_t keys, const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out, const ptrdiff_t ldo,
-    const REAL *shrink)
+INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near, const ptrdiff_t keys,
+                                  const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out,
+                                  const ptrdiff_t ldo, const REAL *shrink)
 {
     const ptrdiff_t ldv = from->ldv, v_ahead = from->v_ahead, first = from->first, fetched = from->fetched, last = DECODE_LAST(nv, columns);
     const ptrdiff_t lines = type == FMHA_SAME ? from->whole : 0;
@@ -211,9 +210,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(values_of)(const int
 
 /* Both of DECODE_STEP keys, with the same bits, the values of earlier keys: a row of keys and a row of values in turns, two streams that
  * memory delivers faster than all keys and then all values. */
-static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int type, const int many, const int nv, const ptrdiff_t D,
-    const ptrdiff_t columns, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
-    const REAL *shrink)
+INLINED void FMHA_NAME(turns_of)(const int type, const int many, const int nv, const ptrdiff_t D, const ptrdiff_t columns, const REAL *q,
+                                 const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
+                                 const REAL *shrink)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), last = DECODE_LAST(nv, columns);
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
@@ -251,9 +250,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(turns_of)(const int 
 /* The same, two or four keys side by side and then their values, so that a row of queries is read once for all of them. One row of keys and
  * one of values at a time are fetched, into the first cache, at as many places of that work: memory delivers most where it is asked evenly,
  * and for whole rows. */
-static inline __attribute__((always_inline)) void FMHA_NAME(abreast_of)(const int many, const int abreast, const ptrdiff_t D,
-    const ptrdiff_t columns, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
-    const REAL *shrink)
+INLINED void FMHA_NAME(abreast_of)(const int many, const int abreast, const ptrdiff_t D, const ptrdiff_t columns, const REAL *q,
+                                   const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
+                                   const REAL *shrink)
 {
     const ptrdiff_t vectors = (columns + LANES - 1) / LANES;
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, k_lines = from->k_lines, v_lines = from->v_lines;
@@ -322,9 +321,9 @@ enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
  * several passes the scores of 4 rows and 4 vectors alone), and where vectors_along says so: else they are slower from memory. Of several
  * passes, each takes a step of scores and then one of values: memory is waited for less than the arithmetic. Where rows go into the first
  * cache, abreast_of has the turns of a single pass. */
-static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
-    const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D, const ptrdiff_t Dv, const REAL *q,
-    const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights, REAL *out, const REAL *shrink, int several)
+INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D,
+                                    const ptrdiff_t Dv, const REAL *q, const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights,
+                                    REAL *out, const REAL *shrink, int several)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (Dv + LANES - 1) / LANES, ldo = vectors * LANES;
     FMHA_NAME(streams) from = *first;
@@ -375,10 +374,10 @@ static inline __attribute__((always_inline)) void FMHA_NAME(decode_pass)(
 
 /* The same of any number of rows, DECODE_TOGETHER at a time, then those that are left: of several, and in turns, a step of keys after
  * the other, so that the first cache still has it for the next rows. `fetched`: the values are there already. */
-static inline __attribute__((always_inline)) void FMHA_NAME(decode_passes)(
-    const int type, const int what, const ptrdiff_t D, const ptrdiff_t Dv, const fmha_problem *p, const FMHA_NAME(ahead) *ahead,
-    ptrdiff_t rows, int fetched, ptrdiff_t keys, const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v,
-    ptrdiff_t ldv, REAL *out, const REAL *shrink)
+INLINED void FMHA_NAME(decode_passes)(const int type, const int what, const ptrdiff_t D, const ptrdiff_t Dv, const fmha_problem *p,
+                                      const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys, const REAL *q,
+                                      const char *k, REAL *scores, const REAL *weights, const char *v, ptrdiff_t ldv, REAL *out,
+                                      const REAL *shrink)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
     const int several = rows > DECODE_TOGETHER, turns = what == FMHA_NAME(in_turns);

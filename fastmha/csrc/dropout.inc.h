@@ -32,7 +32,7 @@ typedef uint64_t FMHA_NAME(wide);
 #endif
 
 /* Counters become their four words. */
-static inline __attribute__((always_inline)) void FMHA_NAME(philox)(uint64_t seed, WIDE c[4])
+INLINED void FMHA_NAME(philox)(uint64_t seed, WIDE c[4])
 {
     uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
 #pragma GCC unroll 10
@@ -46,7 +46,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(philox)(uint64_t see
 }
 
 /* What a probability is multiplied by whose words are these, of each part: 0 where they are below the bound, else 1 / (1 - p). */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(drop_factor)(const fmha_dropout *draws, const WIDE *words)
+INLINED VEC FMHA_NAME(drop_factor)(const fmha_dropout *draws, const WIDE *words)
 {
 #if FMHA_REAL == 32
     WIDE both = words[0] & w_splat(WORD);

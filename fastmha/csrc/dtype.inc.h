@@ -171,6 +171,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_round
 #undef v_round_up
 #undef v_scale
+#undef v_fma
 #undef v_fms
 #undef EACH
 #undef ABREAST

@@ -62,8 +62,7 @@ static inline REAL *FMHA_NAME(scratch_of)(const fmha_run *run, int worker)
 
 /* Online softmax of `vectors` columns of queries: s <- exp(s - peak), peak and total kept up to date; scale gets what all
  * that was summed before must be multiplied by. Several keys at a time, or each step would wait for the one before. */
-static inline __attribute__((always_inline)) void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s,
-                                                                             REAL *peak, REAL *total, REAL *scale)
+INLINED void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *peak, REAL *total, REAL *scale)
 {
     const int keys = EXP_CHAINS / vectors, some = keys * vectors;
     VEC shift[MICRO_VECTORS], best[EXP_CHAINS], sum[MICRO_VECTORS][KEY_STEP];   /* even and odd keys apart: shorter sums err less */

@@ -37,8 +37,8 @@ static ptrdiff_t FMHA_NAME(gemm_scratch)(ptrdiff_t M, ptrdiff_t N, ptrdiff_t K)
 }
 
 /* to (depth, ld) <- b[:, :columns], zeros beyond, up to whole vectors; b (depth, columns), or (columns, depth) if transposed. */
-static inline __attribute__((always_inline)) void FMHA_NAME(pack_panel_of)(const int type, int transposed, ptrdiff_t depth, ptrdiff_t columns,
-                                                                           const char *b, ptrdiff_t ldb, REAL *to, ptrdiff_t ld)
+INLINED void FMHA_NAME(pack_panel_of)(const int type, int transposed, ptrdiff_t depth, ptrdiff_t columns, const char *b, ptrdiff_t ldb,
+                                      REAL *to, ptrdiff_t ld)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     if (!transposed) {
@@ -89,9 +89,9 @@ static void FMHA_NAME(pack_panels)(int type, int transposed, ptrdiff_t K, ptrdif
 }
 
 /* The same for a vector of columns, or for the first so many of them. */
-static inline __attribute__((always_inline)) void FMHA_NAME(few_vector)(const int type, const int rows, const int depth, const int fetch,
-    const int part, int add, ptrdiff_t ahead, ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const VEC *term,
-    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+INLINED void FMHA_NAME(few_vector)(const int type, const int rows, const int depth, const int fetch, const int part, int add,
+                                   ptrdiff_t ahead, ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const VEC *term,
+                                   const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[8];
@@ -116,8 +116,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_vector)(const in
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
  * is read from end to end; from its first whole vector on where rows lie alike, since a load across two cache lines is two. Where `fetch`,
  * what lies so many bytes ahead of each is fetched. */
-static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, const int fetch, int add,
-    ptrdiff_t ahead, ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+INLINED void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, const int fetch, int add, ptrdiff_t ahead,
+                                 ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c,
+                                 ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), whole = LANES * size;
     VEC term[8];        /* of a single row, for all vectors */
@@ -136,8 +137,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_rows)(const int 
 }
 
 /* c (M, N) <- a (M, K) @ b (K, N) for K of at most GEMM_DEPTH, term by term in the order of K. */
-static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K,
-    const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+INLINED void FMHA_NAME(few_block_of)(const int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row,
+                                     ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     /* Along the rows, where so many are long; else into the next ones, which lie as far ahead. */
@@ -172,8 +173,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(few_block_of)(const 
 }
 
 /* The same for one row and `vectors` vectors of columns, the last of which may be a part: their sums stay in registers. */
-static inline __attribute__((always_inline)) void FMHA_NAME(one_row_of)(const int type, const int vectors, ptrdiff_t columns, ptrdiff_t K,
-    const REAL *a, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c)
+INLINED void FMHA_NAME(one_row_of)(const int type, const int vectors, ptrdiff_t columns, ptrdiff_t K, const REAL *a, ptrdiff_t a_step,
+                                   const char *b, ptrdiff_t ldb, REAL *c)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[ONE_VECTORS];
@@ -240,8 +241,8 @@ static void FMHA_NAME(gemm_pack)(ptrdiff_t K, ptrdiff_t N, const void *b, ptrdif
 }
 
 /* n vectors of c, the last of which may be a part. */
-static inline __attribute__((always_inline)) void FMHA_NAME(finish_vectors)(
-    const int activation, const int n, ptrdiff_t columns, REAL *c, ptrdiff_t ldc, const REAL *bias, const REAL *residual, ptrdiff_t ld)
+INLINED void FMHA_NAME(finish_vectors)(const int activation, const int n, ptrdiff_t columns, REAL *c, ptrdiff_t ldc, const REAL *bias,
+                                       const REAL *residual, ptrdiff_t ld)
 {
     VEC x[ABREAST];
     EACH(i) {
@@ -257,8 +258,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(finish_vectors)(
     }
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(finish_by)(const int activation, ptrdiff_t rows, ptrdiff_t columns,
-                                                                       REAL *c, ptrdiff_t ldc, const fmha_finish *last)
+INLINED void FMHA_NAME(finish_by)(const int activation, ptrdiff_t rows, ptrdiff_t columns, REAL *c, ptrdiff_t ldc, const fmha_finish *last)
 {
     const REAL *bias = (const REAL *)last->bias, *residual = (const REAL *)last->residual;
     const ptrdiff_t abreast = ABREAST * LANES;

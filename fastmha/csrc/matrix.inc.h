@@ -100,7 +100,7 @@ static inline uint16_t FMHA_NAME(to_bfloat)(float value)
 }
 
 /* to (32) <- bfloat16 of a, then of b; where interleaved a[0] b[0] a[1] b[1] ...; *a, *b <- what that leaves of them. */
-static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const int interleaved, VEC *a, VEC *b, uint16_t *to)
+INLINED void FMHA_NAME(store_part_of)(const int interleaved, VEC *a, VEC *b, uint16_t *to)
 {
 #if FMHA_BFLOAT_UNIT
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)*b, (__m512)*a), upper = _mm512_set1_epi32((int)0xffff0000);
@@ -132,8 +132,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(store_part_of)(const
 }
 
 /* All parts of them, each `plane` elements behind the one before. */
-static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const int parts, const int interleaved, VEC a, VEC b,
-                                                                         uint16_t *to, ptrdiff_t plane)
+INLINED void FMHA_NAME(store_parts)(const int parts, const int interleaved, VEC a, VEC b, uint16_t *to, ptrdiff_t plane)
 {
 #pragma GCC unroll 2
     for (int p = 0; p < parts; p++) FMHA_NAME(store_part_of)(interleaved, &a, &b, to + p * plane);
@@ -145,7 +144,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(store_parts)(const i
 typedef __m512i FMHA_NAME(row);
 
 /* 16 rows of 16 words of 32 bits become their columns: pairs, fours, then quarters of the vectors change places. */
-static inline __attribute__((always_inline)) void FMHA_NAME(transpose_words)(__m512i row[])
+INLINED void FMHA_NAME(transpose_words)(__m512i row[])
 {
     __m512i t[16];
 #pragma GCC unroll 8
@@ -177,7 +176,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(transpose_words)(__m
 }
 
 /* The parts of n elements of a type, zeros beyond. */
-static inline __attribute__((always_inline)) void FMHA_NAME(load_row)(const int type, const int parts, const char *x, ptrdiff_t n, __m512i *row)
+INLINED void FMHA_NAME(load_row)(const int type, const int parts, const char *x, ptrdiff_t n, __m512i *row)
 {
     if (type == FMHA_BFLOAT) {
         row[0] = n >= TILE_TERMS ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16(n > 0 ? (1u << n) - 1 : 0, x);
@@ -205,7 +204,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(load_row)(const int 
 #define r_zero() _mm512_setzero_si512()
 
 /* low <- a[0] b[0] a[1] b[1] ... of their first halves, high of their second ones. */
-static inline __attribute__((always_inline)) void FMHA_NAME(interleave)(__m512i a, __m512i b, __m512i *low, __m512i *high)
+INLINED void FMHA_NAME(interleave)(__m512i a, __m512i b, __m512i *low, __m512i *high)
 {
     const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
                                            35, 3, 34, 2, 33, 1, 32, 0);
@@ -280,8 +279,8 @@ typedef struct {
 } FMHA_NAME(source);
 
 /* The parts of 32 elements of row i from element d on. */
-static inline __attribute__((always_inline)) void FMHA_NAME(source_row)(const int type, const int parts, const FMHA_NAME(source) *x, ptrdiff_t i,
-                                                                        ptrdiff_t d, FMHA_NAME(row) *row)
+INLINED void FMHA_NAME(source_row)(const int type, const int parts, const FMHA_NAME(source) *x, ptrdiff_t i, ptrdiff_t d,
+                                   FMHA_NAME(row) *row)
 {
     if (i < x->rows && !(x->left_out && x->left_out[i])) {
         const char *from = x->row ? x->row[i] : x->data + i * x->stride * FMHA_NAME(stored_size)(type);
@@ -301,8 +300,8 @@ enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transpose
 /* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart; rows of zeros
  * up to a multiple of 32. Returns whether
  * some number is not finite or as large as LARGE_PART. */
-static inline __attribute__((always_inline)) int FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x,
-                                                                    ptrdiff_t step, uint16_t *to, ptrdiff_t plane)
+INLINED int FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to,
+                               ptrdiff_t plane)
 {
     const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second);
     FMHA_NAME(row) largest = r_zero(), row[2 * TILE_ROWS][2], tile[2][TILE_ROWS];
@@ -404,9 +403,9 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 
 /* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b over so many pairs of terms, of some rows of a tile of a
  * and of one or two tiles of b. */
-static inline __attribute__((always_inline)) void FMHA_NAME(pair_products)(
-    const int a_parts, const int b_parts, const int rows, const int vectors, const int add, ptrdiff_t kept, ptrdiff_t pairs, const uint16_t *a,
-    ptrdiff_t a_plane, const uint16_t *b, ptrdiff_t b_plane, ptrdiff_t b_step, float *sums, ptrdiff_t ld)
+INLINED void FMHA_NAME(pair_products)(const int a_parts, const int b_parts, const int rows, const int vectors, const int add,
+                                      ptrdiff_t kept, ptrdiff_t pairs, const uint16_t *a, ptrdiff_t a_plane, const uint16_t *b,
+                                      ptrdiff_t b_plane, ptrdiff_t b_step, float *sums, ptrdiff_t ld)
 {
     const int most = a_parts > b_parts ? a_parts : b_parts;
     VEC sum[TILE_ROWS][2];
@@ -444,9 +443,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(pair_products)(
 }
 
 /* As below: as many sums as the registers hold, a tile of a by one of b or half a tile of a by two of b. */
-static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
-    const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t terms, const FMHA_NAME(operand) *a,
-    const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
+INLINED void FMHA_NAME(tile_product_of)(const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns,
+                                        ptrdiff_t terms, const FMHA_NAME(operand) *a, const FMHA_NAME(operand) *b, float *sums,
+                                        ptrdiff_t ld)
 {
     for (ptrdiff_t j = 0; j < columns; j += 2 * TILE_ROWS) {
         const uint16_t *from_b = b->tiles + j / TILE_ROWS * b->step * TILE_SIZE;
@@ -464,9 +463,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
 #define TERM_GRAIN TILE_TERMS       /* a product takes and writes whole tiles */
 
 /* sums (16 rows, 16 columns tiles: rows by columns of them, two at most each) <- (add ? sums : 0) + a @ b over `depth` tiles. */
-static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
-    const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth, const uint16_t *a,
-    const FMHA_NAME(operand) *first, const uint16_t *b, const FMHA_NAME(operand) *second, float *sums, ptrdiff_t ld)
+INLINED void FMHA_NAME(tile_block)(const int a_parts, const int b_parts, const int rows, const int columns, const int add, ptrdiff_t depth,
+                                   const uint16_t *a, const FMHA_NAME(operand) *first, const uint16_t *b, const FMHA_NAME(operand) *second,
+                                   float *sums, ptrdiff_t ld)
 {
     FMHA_NAME(tile_registers) t;
     (void)t;
@@ -506,9 +505,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(tile_block)(
 }
 
 /* As below. */
-static inline __attribute__((always_inline)) void FMHA_NAME(tile_product_of)(
-    const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t terms, const FMHA_NAME(operand) *a,
-    const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
+INLINED void FMHA_NAME(tile_product_of)(const int a_parts, const int b_parts, const int add, ptrdiff_t rows, ptrdiff_t columns,
+                                        ptrdiff_t terms, const FMHA_NAME(operand) *a, const FMHA_NAME(operand) *b, float *sums,
+                                        ptrdiff_t ld)
 {
     const ptrdiff_t depth = (terms + TILE_TERMS - 1) / TILE_TERMS;
     t_begin();
@@ -568,14 +567,14 @@ static const float FMHA_NAME(power_fit_1)[] = {0x1.fff692p-1f, 0x1.62f31ap-1f, 0
 static const float FMHA_NAME(power_fit_2)[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f, 0x1.5c08e6p-10f};
 #define POWER_LOW -126.25f      /* the power of it is subnormal, so that it and all below count as 0 */
 
-static inline __attribute__((always_inline)) void FMHA_NAME(power_fit)(const int parts, const int n, const VEC *x, VEC *y)
+INLINED void FMHA_NAME(power_fit)(const int parts, const int n, const VEC *x, VEC *y)
 {
     if (parts == 1) FMHA_NAME(horner)(n, 4, FMHA_NAME(power_fit_1), x, y);
     else FMHA_NAME(horner)(n, 6, FMHA_NAME(power_fit_2), x, y);
 }
 
 /* x <- 2^x of n vectors, x <= 127; NaN at NaN. */
-static inline __attribute__((always_inline)) void FMHA_NAME(powers)(const int parts, const int n, VEC *x)
+INLINED void FMHA_NAME(powers)(const int parts, const int n, VEC *x)
 {
     VEC whole[8], y[8];
     EACH(i) {
@@ -594,8 +593,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(powers)(const int pa
 
 /* x <- 2^(x * factor - shift) of n numbers that are no NaN, shift whole numbers; those below `least` = (shift + POWER_LOW) / factor
  * count as that: subnormal. The power's whole part is added to the exponent's bits. */
-static inline __attribute__((always_inline)) void FMHA_NAME(shifted_powers)(const int parts, const int n, VEC *x, VEC factor, const VEC *shift,
-                                                                            const VEC *least, const int of)
+INLINED void FMHA_NAME(shifted_powers)(const int parts, const int n, VEC *x, VEC factor, const VEC *shift, const VEC *least, const int of)
 {
     VEC whole[8], y[8];
     EACH(i) {

@@ -202,9 +202,10 @@ static ptrdiff_t FMHA_NAME(gradient_scratch)(const fmha_problem *p, int mode, pt
 
 /* Scores and grad_weights (keys, queries), of two vectors of queries or one and keys [low, high), -> P^T and dS^T as operands; keys in
  * pairs. slope: of the softcap, kept: what dropout has drawn, or NULL. */
-static inline __attribute__((always_inline)) void FMHA_NAME(gradient_operands_of)(
-    const int parts, const int down_parts, const int vectors, const int natural, const int plain, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor,
-    const REAL *s, const REAL *g, const REAL *slope, const REAL *kept, const REAL *shifts, const REAL *deltas, ptrdiff_t v, const FMHA_NAME(gradient_memory) *m)
+INLINED void FMHA_NAME(gradient_operands_of)(const int parts, const int down_parts, const int vectors, const int natural, const int plain,
+                                             ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor, const REAL *s, const REAL *g,
+                                             const REAL *slope, const REAL *kept, const REAL *shifts, const REAL *deltas, ptrdiff_t v,
+                                             const FMHA_NAME(gradient_memory) *m)
 {
     const int n = 2 * vectors;
     VEC shift[2], delta[2], zero = v_splat(0), factors = v_splat(factor);

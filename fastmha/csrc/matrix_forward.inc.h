@@ -145,9 +145,9 @@ static inline int FMHA_NAME(natural_scores)(const fmha_problem *p)
  * peak their largest, so that the weight that outweighs the others is 1 and loses nothing as it is rounded; of two parts a whole number,
  * so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s and is not packed.
  * `pairs` of keys at a time. Returns whether some row shrinks. */
-static inline __attribute__((always_inline)) int FMHA_NAME(matrix_softmax_of)(
-    const int parts, const int groups, const int pairs, const int natural, const int kept, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries,
-    REAL factor, REAL *s, uint16_t *to, const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
+INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, const int pairs, const int natural, const int kept,
+                                         ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor, REAL *s, uint16_t *to,
+                                         const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
 {
     const int of = groups, whole = !natural && parts > 1;
     VEC best[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);

@@ -8,7 +8,7 @@ typedef struct {
 } FMHA_NAME(norm_state);
 
 /* value in the first n lanes, 0 in the others: an end of a row adds nothing to sums of differences. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(splat_part)(REAL value, ptrdiff_t n)
+INLINED VEC FMHA_NAME(splat_part)(REAL value, ptrdiff_t n)
 {
     VEC all = v_splat(value);
     if (n >= LANES) return all;
@@ -18,8 +18,7 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(splat_part)(REAL valu
 }
 
 /* lift * (x + r) - shift of n elements, at most a vector; r may be NULL. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(shifted)(ptrdiff_t n, const REAL *x, const REAL *r, REAL lift,
-                                                                    REAL shift)
+INLINED VEC FMHA_NAME(shifted)(ptrdiff_t n, const REAL *x, const REAL *r, REAL lift, REAL shift)
 {
     VEC z = v_load_n(x, n, 0) * lift;
     if (r) z = v_load_n(r, n, 0) * lift + z;
@@ -27,8 +26,7 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(shifted)(ptrdiff_t n,
 }
 
 /* The sum of a row less a shift, and that of its squares. Four sums of each: none waits for the one before. */
-static inline __attribute__((always_inline)) REAL FMHA_NAME(norm_sums)(ptrdiff_t n, const REAL *x, const REAL *r, REAL lift,
-                                                                       REAL shift, REAL *squares)
+INLINED REAL FMHA_NAME(norm_sums)(ptrdiff_t n, const REAL *x, const REAL *r, REAL lift, REAL shift, REAL *squares)
 {
     VEC zero = v_splat(0), sum[4] = {zero, zero, zero, zero}, square[4] = {zero, zero, zero, zero};
     ptrdiff_t j = 0;
@@ -49,9 +47,8 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(norm_sums)(ptrdiff_t
 }
 
 /* The statistics of a row at the lift that is set. Returns the sum of the squares they come from. */
-static inline __attribute__((always_inline)) REAL FMHA_NAME(norm_statistics)(const int centered, ptrdiff_t n, double eps,
-                                                                             const REAL *x, const REAL *r,
-                                                                             FMHA_NAME(norm_state) *to)
+INLINED REAL FMHA_NAME(norm_statistics)(const int centered, ptrdiff_t n, double eps, const REAL *x, const REAL *r,
+                                        FMHA_NAME(norm_state) *to)
 {
     REAL squares;
     to->mean = centered ? FMHA_NAME(norm_sums)(n, x, r, to->lift, 0, NULL) / (REAL)n : 0;
@@ -64,8 +61,7 @@ static inline __attribute__((always_inline)) REAL FMHA_NAME(norm_statistics)(con
     return squares;
 }
 
-static inline __attribute__((always_inline)) FMHA_NAME(norm_state)
-FMHA_NAME(norm_of_row)(const int centered, ptrdiff_t n, double eps, const REAL *x, const REAL *r)
+INLINED FMHA_NAME(norm_state) FMHA_NAME(norm_of_row)(const int centered, ptrdiff_t n, double eps, const REAL *x, const REAL *r)
 {
     const double least = (double)SMALLEST_NORMAL / REAL_EPSILON;        /* beside it, squares that underflow do not count */
     FMHA_NAME(norm_state) state = {.lift = 1};
@@ -89,16 +85,14 @@ FMHA_NAME(norm_of_row)(const int centered, ptrdiff_t n, double eps, const REAL *
 }
 
 /* (z - mean) / sigma of n elements, at most a vector; 0 behind them. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(normalised)(const int centered, ptrdiff_t n, const REAL *x,
-                                                                       const REAL *r, const FMHA_NAME(norm_state) *state)
+INLINED VEC FMHA_NAME(normalised)(const int centered, ptrdiff_t n, const REAL *x, const REAL *r, const FMHA_NAME(norm_state) *state)
 {
     VEC z = FMHA_NAME(shifted)(n, x, r, state->lift, state->mean);
     if (centered) z = z - FMHA_NAME(splat_part)(state->rest, n);
     return z * state->inverse;
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(norm_row)(const int centered, const fmha_norm *norm, const REAL *x,
-                                                                      const REAL *r, REAL *y)
+INLINED void FMHA_NAME(norm_row)(const int centered, const fmha_norm *norm, const REAL *x, const REAL *r, REAL *y)
 {
     const ptrdiff_t n = norm->width;
     const REAL *weight = norm->weight, *bias = norm->bias;
@@ -125,9 +119,8 @@ static void FMHA_NAME(norm_rows)(const fmha_norm *norm, ptrdiff_t rows, const vo
 
 /* With h = (z - mean) / sigma and g = dy * weight: dx <- (g - mean(g) - h mean(g h)) / sigma, without mean(g) where not centered;
  * grad_weight += dy * h, grad_bias += dy. */
-static inline __attribute__((always_inline)) void FMHA_NAME(norm_row_backward)(const int centered, const fmha_norm *norm,
-                                                                               const REAL *dy, const REAL *x, const REAL *r,
-                                                                               REAL *dx, REAL *grad_weight, REAL *grad_bias)
+INLINED void FMHA_NAME(norm_row_backward)(const int centered, const fmha_norm *norm, const REAL *dy, const REAL *x, const REAL *r, REAL *dx,
+                                          REAL *grad_weight, REAL *grad_bias)
 {
     const ptrdiff_t n = norm->width;
     const REAL *weight = norm->weight;

@@ -15,10 +15,9 @@ typedef struct {
 
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of
  * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
-static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
-    const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside,
-    FMHA_NAME(results) *results, ptrdiff_t width)
+INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row,
+                              ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside,
+                              ptrdiff_t ld_beside, FMHA_NAME(results) *results, ptrdiff_t width)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
@@ -108,10 +107,9 @@ static inline __attribute__((always_inline)) void FMHA_NAME(micro)(
 
 /* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1; b may
  * be stored in another type. */
-static inline __attribute__((always_inline)) void FMHA_NAME(product_of)(
-    const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0, ptrdiff_t a_row, ptrdiff_t a_step,
-    const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside,
-    FMHA_NAME(results) *results)
+INLINED void FMHA_NAME(product_of)(const int type, const int init, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a0,
+                                   ptrdiff_t a_row, ptrdiff_t a_step, const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc,
+                                   const REAL *scale, const char *beside, ptrdiff_t ld_beside, FMHA_NAME(results) *results)
 {
     ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {

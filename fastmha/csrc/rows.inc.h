@@ -137,7 +137,7 @@ static inline const char *FMHA_NAME(mask_at)(const int type, const fmha_array *m
 }
 
 /* s[n] <- s + a row of an additive mask, `step` apart. */
-static inline __attribute__((always_inline)) void FMHA_NAME(add_row)(const int type, ptrdiff_t n, const char *m, ptrdiff_t step, REAL *s)
+INLINED void FMHA_NAME(add_row)(const int type, ptrdiff_t n, const char *m, ptrdiff_t step, REAL *s)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     if (step == 1) {

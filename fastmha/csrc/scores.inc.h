@@ -21,9 +21,9 @@ typedef struct {
 /* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many` rows of
  * queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it stands for them. Of
  * `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. */
-static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
-    const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k, const ptrdiff_t ldk, const ptrdiff_t most,
-    const ptrdiff_t k_ahead, const int fetched, const int near, VEC *sum)
+INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k,
+                                   const ptrdiff_t ldk, const ptrdiff_t most, const ptrdiff_t k_ahead, const int fetched, const int near,
+                                   VEC *sum)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
     const char *key[4], *ahead = k + k_ahead;
@@ -60,8 +60,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(score_keys)(
 }
 
 /* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, in whole vectors; values are fetched. */
-static inline __attribute__((always_inline)) void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const int near,
-    const ptrdiff_t keys, const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
+INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const int near, const ptrdiff_t keys,
+                                  const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
 {
     const ptrdiff_t ldk = from->ldk, ldv = from->ldv, v_lines = from->v_lines, k_ahead = from->k_ahead + from->first * ldk;
     const char *k = from->k, *v = from->v;

@@ -60,7 +60,7 @@ static inline REAL FMHA_NAME(stored_value)(const int type, const char *x)
 }
 
 /* LANES elements from x on. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(stored_load)(const int type, const char *x)
+INLINED VEC FMHA_NAME(stored_load)(const int type, const char *x)
 {
 #if defined(__GNUC__) || defined(__clang__)
     if (type == FMHA_SAME) return v_load((const REAL *)x);
@@ -115,7 +115,7 @@ static inline VEC FMHA_NAME(stored_part)(const int type, const char *x, ptrdiff_
     return v_load(lanes);
 }
 
-static inline __attribute__((always_inline)) VEC FMHA_NAME(stored_load_n)(const int type, const char *x, ptrdiff_t n)
+INLINED VEC FMHA_NAME(stored_load_n)(const int type, const char *x, ptrdiff_t n)
 {
     return n >= LANES ? FMHA_NAME(stored_load)(type, x) : FMHA_NAME(stored_part)(type, x, n);
 }
@@ -158,7 +158,7 @@ static inline void FMHA_NAME(store_value)(const int type, double value, char *to
 }
 
 /* LANES elements from `to` on. */
-static inline __attribute__((always_inline)) void FMHA_NAME(stored_store)(const int type, VEC value, char *to)
+INLINED void FMHA_NAME(stored_store)(const int type, VEC value, char *to)
 {
     if (type == FMHA_SAME) {
         v_store((REAL *)to, value);
@@ -199,8 +199,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(stored_store)(const 
     for (ptrdiff_t l = 0; l < LANES; l++) FMHA_NAME(store_value)(type, (double)lanes[l], to + l * FMHA_NAME(stored_size)(type));
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(convert_rows)(const int type, const char *x, ptrdiff_t stride, ptrdiff_t n,
-                                                                          ptrdiff_t width, REAL *to)
+INLINED void FMHA_NAME(convert_rows)(const int type, const char *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, REAL *to)
 {
     ptrdiff_t whole = ROUND_UP(width, LANES), size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t i = 0; i < n; i++)
@@ -253,8 +252,8 @@ static inline const REAL *FMHA_NAME(real_row)(int type, const char *x, ptrdiff_t
     return FMHA_NAME(real_rows)(type, x, 0, 1, width, to, &unused);
 }
 
-static inline __attribute__((always_inline)) void FMHA_NAME(move_rows)(const int load, const int type, ptrdiff_t rows, ptrdiff_t cols,
-                                                                       const char *x, ptrdiff_t ldx, char *y, ptrdiff_t ldy)
+INLINED void FMHA_NAME(move_rows)(const int load, const int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t ldx, char *y,
+                                  ptrdiff_t ldy)
 {
     ptrdiff_t size = FMHA_NAME(stored_size)(type), size_x = load ? size : (ptrdiff_t)sizeof(REAL), size_y = load ? (ptrdiff_t)sizeof(REAL) : size;
     for (ptrdiff_t i = 0; i < rows; i++)

@@ -115,7 +115,7 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define i_greater(a, b) v_truth((a) > (b))
 
 /* max and min give b where either is NaN, as the x86 instructions do. v_round and v_scale (x * 2^n, n whole) exist in
- * AVX-512 alone: elsewhere the exponential works on the bits; v_fms where there are fused instructions. */
+ * AVX-512 alone: elsewhere the exponential works on the bits; v_fma and v_fms where there are fused instructions. */
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !FMHA_PLAIN
 #if FMHA_REAL == 32
 #define X86_OP(name) X86_PASTE(X86_PREFIX, name, ps)
@@ -135,7 +135,8 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #define X86_PREFIX _mm_
 #endif
 #if FMHA_VECTOR_BYTES >= 32
-#define v_fms(a, b, c) ((VEC)X86_OP(fmsub)((a), (b), (c)))      /* a * b - c, rounded once */
+#define v_fma(a, b, c) ((VEC)X86_OP(fmadd)((a), (b), (c)))      /* a * b + c, rounded once by any compiler's options */
+#define v_fms(a, b, c) ((VEC)X86_OP(fmsub)((a), (b), (c)))      /* a * b - c */
 #endif
 #define v_max(a, b) ((VEC)X86_OP(max)((a), (b)))
 #define v_min(a, b) ((VEC)X86_OP(min)((a), (b)))
@@ -149,6 +150,7 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #else
 #define ARM_OP(name) name##q_f64
 #endif
+#define v_fma(a, b, c) ((VEC)ARM_OP(vfma)((c), (a), (b)))
 #define v_fms(a, b, c) (-(VEC)ARM_OP(vfms)((c), (a), (b)))
 #endif
 #endif
@@ -239,7 +241,7 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
 #endif
 
 /* Lane l gets lane l + half, around the end. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
+INLINED VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
 {
     return __builtin_shuffle(value, (LANE_NUMBERS + i_splat(half)) & i_splat(LANES - 1));
 }
@@ -284,8 +286,7 @@ static inline REAL FMHA_NAME(largest)(VEC value)
 #define EACH(i) _Pragma("GCC unroll 8") for (int i = 0; i < n; i++)
 
 /* sum <- fit[0] + fit[1] x + fit[2] x^2 + ... */
-static inline __attribute__((always_inline)) void FMHA_NAME(horner)(const int n, const ptrdiff_t terms, const REAL *fit, const VEC *x,
-                                                                    VEC *sum)
+INLINED void FMHA_NAME(horner)(const int n, const ptrdiff_t terms, const REAL *fit, const VEC *x, VEC *sum)
 {
     EACH(i) sum[i] = v_splat(fit[terms - 1]);
 #pragma GCC unroll 16
@@ -294,7 +295,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(horner)(const int n,
 
 /* exp(x) = 2^m exp(r), m = round(x / ln 2), |r| <= ln2 / 2: rest <- exp(r) - 1, shifted <- m + EXP_MAGIC; NaN at NaN.
  * EXP_LOW <= x <= EXP_HIGH */
-static inline __attribute__((always_inline)) void FMHA_NAME(exp_rest)(const int n, const VEC *x, VEC *rest, VEC *shifted)
+INLINED void FMHA_NAME(exp_rest)(const int n, const VEC *x, VEC *rest, VEC *shifted)
 {
     VEC r[8], fit[8];
     EACH(i) shifted[i] = x[i] * (REAL)LOG2_E + v_splat(EXP_MAGIC);
@@ -309,7 +310,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(exp_rest)(const int 
 }
 
 /* y <- exp(r), power <- what `scaled` takes for m. */
-static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const int n, const VEC *x, VEC *y, VEC *power)
+INLINED void FMHA_NAME(exp_within)(const int n, const VEC *x, VEC *y, VEC *power)
 {
     VEC rest[8], shifted[8];
     FMHA_NAME(exp_rest)(n, x, rest, shifted);
@@ -324,7 +325,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(exp_within)(const in
 }
 
 /* The same of one vector, and of any x. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(exp_parts)(VEC x, VEC *power)
+INLINED VEC FMHA_NAME(exp_parts)(VEC x, VEC *power)
 {
     VEC y;
     x = v_min(v_splat(EXP_HIGH), v_max(v_splat(EXP_LOW), x));      /* NaN stays */
@@ -333,7 +334,7 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(exp_parts)(VEC x, VEC
 }
 
 /* y * 2^n, as two factors, both normal, so that only the last product underflows: y = exp(r) times what leaves it normal. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(scaled)(VEC y, VEC power)
+INLINED VEC FMHA_NAME(scaled)(VEC y, VEC power)
 {
 #ifdef v_scale
     return v_scale(y, power);
@@ -356,7 +357,7 @@ static inline VEC FMHA_NAME(exp)(VEC x)
 
 /* The same of n vectors x <= EXP_MOST, with the same bits and fewer instructions: the power is one factor, 0 where the result would be
  * subnormal, and exp(r) 2^m = (exp(r) - 1) 2^m + 2^m. */
-static inline __attribute__((always_inline)) void FMHA_NAME(exp_each)(const int n, VEC *x)
+INLINED void FMHA_NAME(exp_each)(const int n, VEC *x)
 {
     VEC rest[8], shifted[8];
     EACH(i) {
@@ -368,8 +369,8 @@ static inline __attribute__((always_inline)) void FMHA_NAME(exp_each)(const int 
     FMHA_NAME(exp_rest)(n, x, rest, shifted);
     EACH(i) {
         VEC factor = v_from_bits((v_bits(shifted[i]) + (i_splat(EXP_BIAS) - v_bits(v_splat(EXP_MAGIC)))) << EXP_SHIFT);
-#ifdef v_fms
-        x[i] = rest[i] * factor + factor;               /* rounded once */
+#ifdef v_fma
+        x[i] = v_fma(rest[i], factor, factor);          /* the product alone may be subnormal */
 #else
         x[i] = (rest[i] + v_splat(1)) * factor;
 #endif
@@ -378,7 +379,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(exp_each)(const int 
 
 /* tanh(x): the fit for |x| < TANH_NEAR, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry; near: all are.
  * capped <- cap * tanh for x = s / cap; near 0 made from s itself, which is right also where x has lost it to underflow. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(tanh_and)(const int near, VEC x, VEC s, VEC cap, VEC *capped)
+INLINED VEC FMHA_NAME(tanh_and)(const int near, VEC x, VEC s, VEC cap, VEC *capped)
 {
     IVEC sign = v_bits(x) & i_splat(SIGN_BIT);
     VEC size = v_from_bits(v_bits(x) ^ sign);
@@ -414,7 +415,7 @@ static inline REAL FMHA_NAME(cap_of)(double softcap, REAL *inverse)
 }
 
 /* softcap * tanh(s / softcap) for any positive softcap. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(soft_capped)(VEC s, double softcap, VEC *tanh_of)
+INLINED VEC FMHA_NAME(soft_capped)(VEC s, double softcap, VEC *tanh_of)
 {
     REAL inverse, cap = FMHA_NAME(cap_of)(softcap, &inverse);
     VEC capped;
@@ -424,7 +425,7 @@ static inline __attribute__((always_inline)) VEC FMHA_NAME(soft_capped)(VEC s, d
 
 /* The same of n vectors, each ld behind the one before, in place; slope, if given, gets the derivatives. Most scores are small, which spares
  * an exponential and a division. That is asked of CAPPED_KEYS vectors together, since CPUs guess the answer and each wrong guess costs. */
-static inline __attribute__((always_inline)) void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double softcap, REAL *slope)
+INLINED void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double softcap, REAL *slope)
 {
     REAL inverse, cap = FMHA_NAME(cap_of)(softcap, &inverse);
     for (ptrdiff_t k = 0, end; k < n; k = end) {
@@ -445,7 +446,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(cap_columns)(ptrdiff
 
 #if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
 /* LANES rows of LANES become their columns: log2(LANES) rounds, each exchanging blocks of `size` lanes between rows. */
-static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[])
+INLINED void FMHA_NAME(transpose)(VEC row[])
 {
 #pragma GCC unroll 8
     for (ptrdiff_t size = 1; size < LANES; size *= 2) {
@@ -464,7 +465,7 @@ static inline __attribute__((always_inline)) void FMHA_NAME(transpose)(VEC row[]
 #define HAVE_TRANSPOSE 1
 
 /* Lanes of a that differ in the bit `size` are added, and those of b, of which the result has the lanes that have the bit. */
-static inline __attribute__((always_inline)) VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
+INLINED VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 {
     const IVEC second = (LANE_NUMBERS & i_splat(size)) != 0;
     const IVEC keep = LANE_NUMBERS + (second & i_splat(LANES));
@@ -486,7 +487,7 @@ static inline VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 
 /* Sums over lanes of many vectors: of vectors 2i and 2i + 1 one is made, and so on, with twice the bit, until all n are row[0]. From bit 1
  * on, LANES vectors leave the sum of vector i in lane i. */
-static inline __attribute__((always_inline)) void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
+INLINED void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
 {
 #pragma GCC unroll 8
     for (ptrdiff_t half = n / 2, size = bit; half; half /= 2, size *= 2)
