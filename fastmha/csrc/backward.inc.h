@@ -21,8 +21,11 @@ typedef struct {
     REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind, *products;
 } FMHA_NAME(packed);
 
-/* lift is not 1; inverse may not be 1, and sum counts; products are kept. */
-enum { FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2, FMHA_NAME(known_block) = 4 };
+/* lift is not 1; inverse may not be 1, and sum counts; products are kept; some of q, or of grad_out, is not finite. */
+enum {
+    FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2, FMHA_NAME(known_block) = 4, FMHA_NAME(nonfinite_q) = 8,
+    FMHA_NAME(nonfinite_grad_out) = 16
+};
 
 /* How many numbers few rows keep of each product. */
 static inline ptrdiff_t FMHA_NAME(kept_product)(const fmha_problem *p)
@@ -125,7 +128,7 @@ typedef struct {
     FMHA_NAME(backward_memory) m;
     REAL far_above;             /* lse beyond it is far */
     int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
-    int q_finite, k_finite, grad_out_finite;
+    int k_finite;               /* of the tile at hand, if pairs are removed */
     int far;                    /* values are fetched beside the keys */
     FMHA_NAME(next) *next;      /* or NULL */
     ptrdiff_t b, hkv, j0, j1;   /* the keys and values that lie converted in the scratch, none at first */
@@ -265,18 +268,35 @@ static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
     return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0 && !FMHA_NAME(of_a_part)(&w->run->p, lse);
 }
 
+/* Whether rows of an element type are finite throughout. */
+static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t stride)
+{
+    return type == FMHA_SAME ? FMHA_NAME(all_finite)(rows, cols, x, stride) : FMHA_NAME(finite_halves)(type, rows, cols, x, stride);
+}
+
+/* Whether the block's rows of x (q or grad_out) are finite throughout. */
+static int FMHA_NAME(finite_block)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width)
+{
+    int finite = 1;
+    for (ptrdiff_t r = 0; r < block->rows; r++) finite &= FMHA_NAME(finite_rows)(p->element, 1, width, FMHA_NAME(row_of)(p, x, block, r), 0);
+    return finite;
+}
+
 /* The packed operands and the state of each row that is wanted, a bit each; known: from a pass over blocks before. */
 static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known, uint64_t wanted)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
     char own[BLOCK_ROWS] = {0};
-    int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0;
+    const int packed = FMHA_NAME(pack_queries)(p, block, to->q, to->lift);
+    int kind = packed & FMHA_NAME(lifts) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
+    if (packed & FMHA_NAME(suspect) && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
         to->inverse[r] = 1;
         to->delta[r] = to->sum[r] = 0;
+        suspect |= r < block->rows && !(wanted >> r & 1);
         if (r >= block->rows || !(wanted >> r & 1)) continue;
         REAL sink = FMHA_NAME(sink)(p, block->head[r]);
         if (known) {
@@ -298,7 +318,9 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         to->delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g, o)
                        : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
                        : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
+        suspect |= to->delta[r] - to->delta[r] != 0;        /* finite it has no term that is not, nor of a factor 0 */
     }
+    if (suspect && !FMHA_NAME(finite_block)(p, &run->grad_out, block, p->Dv)) kind |= FMHA_NAME(nonfinite_grad_out);
     *to->kind = (REAL)kind;
     if (any) FMHA_NAME(own_sums)(w, block, to, own);
 }
@@ -375,7 +397,8 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
                                          const REAL *slope, const FMHA_NAME(packed) *rows, ptrdiff_t first)
 {
     VEC shift[MICRO_VECTORS], delta[MICRO_VECTORS], inverse[MICRO_VECTORS], sum[MICRO_VECTORS];
-    VEC gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
+    const VEC gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
+    ptrdiff_t k = 0;
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
         shift[v] = v_load(rows->shift + first + v * LANES);
@@ -383,27 +406,34 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
         if (far) inverse[v] = v_load(rows->inverse + first + v * LANES);
         if (far) sum[v] = zero;
     }
-    for (ptrdiff_t k = 0; k < n; k++) {
-        VEC p[MICRO_VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) p[v] = v_min(v_splat(EXP_MOST), v_load(s + k * ld + v * LANES) - shift[v]);    /* whoever gave lse */
-        FMHA_NAME(exp_each)(vectors, p);
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            ptrdiff_t at = k * ld + v * LANES;
-            if (far) p[v] = p[v] * inverse[v];
-            VEC d = p[v] * (v_load(g + at) - delta[v]);
-            if (masked) {
-                IVEC removed = v_equal(v_load(s + at), gone);
-                p[v] = v_select(removed, zero, p[v]);
-                if (slope) d = d * v_load(slope + at);
-                d = v_select(removed, zero, d);
-            }
-            if (far) sum[v] = sum[v] + p[v];
-            v_store(s + at, p[v]);
-            v_store(g + at, d);
-        }
+    /* Where rows are a single vector, several keys of them in step. */
+#define GRADIENTS(keys) \
+    for (; k + (keys) <= n; k += (keys)) { \
+        VEC p[MICRO_VECTORS]; \
+        _Pragma("GCC unroll 4") \
+        for (int i = 0; i < (keys) * vectors; i++)          /* at most, whoever gave lse */ \
+            p[i] = v_min(v_splat(EXP_MOST), v_load(s + (k + i / vectors) * ld + i % vectors * LANES) - shift[i % vectors]); \
+        FMHA_NAME(exp_each)((keys) * vectors, p); \
+        _Pragma("GCC unroll 4") \
+        for (int i = 0; i < (keys) * vectors; i++) { \
+            const int v = i % vectors; \
+            const ptrdiff_t at = (k + i / vectors) * ld + v * LANES; \
+            if (far) p[i] = p[i] * inverse[v]; \
+            VEC d = p[i] * (v_load(g + at) - delta[v]); \
+            if (masked) { \
+                IVEC removed = v_equal(v_load(s + at), gone); \
+                p[i] = v_select(removed, zero, p[i]); \
+                if (slope) d = d * v_load(slope + at); \
+                d = v_select(removed, zero, d); \
+            } \
+            if (far) sum[v] = sum[v] + p[i]; \
+            v_store(s + at, p[i]); \
+            v_store(g + at, d); \
+        } \
     }
+    GRADIENTS(MICRO_VECTORS / vectors)
+    GRADIENTS(1)
+#undef GRADIENTS
 #pragma GCC unroll 4
     for (int v = 0; far && v < vectors; v++)
         v_store(rows->sum + first + v * LANES, v_load(rows->sum + first + v * LANES) + sum[v]);
@@ -537,13 +567,13 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)
             v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
     /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
-    int finite = w->grad_out_finite || !touched;
+    int finite = !((int)*packed->kind & FMHA_NAME(nonfinite_grad_out)) || !touched;
     const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, n, p->Dv, finite, w->m.copy_grad_out, &ld);
     FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, first, 1, grad_v);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
     FMHA_NAME(fetch_part)(w->next, 1);
     /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
-    finite = w->q_finite || !touched;
+    finite = !((int)*packed->kind & FMHA_NAME(nonfinite_q)) || !touched;
     const int multiplied = first && !banded && finite;
     rows = FMHA_NAME(block_matrix)(p, &p->q, block, n, p->D, finite, w->m.copy_q, &ld);
     FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
@@ -581,12 +611,6 @@ static void FMHA_NAME(write_rows)(int type, ptrdiff_t rows, ptrdiff_t width, REA
     FMHA_NAME(multiply_rows)(rows, width, factor, from, ld, to, ldt);
     if (rest != 1) FMHA_NAME(multiply_rows)(rows, width, rest, to, ldt, to, ldt);
     if (type != FMHA_SAME) FMHA_NAME(store_rows)(type, rows, width, from, ld, to_, stride);
-}
-
-/* Whether rows of an element type are finite throughout. */
-static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t stride)
-{
-    return type == FMHA_SAME ? FMHA_NAME(all_finite)(rows, cols, x, stride) : FMHA_NAME(finite_halves)(type, rows, cols, x, stride);
 }
 
 /* Whether masks, causality, window and lengths leave query i of head h nothing. Slow: key after key. */

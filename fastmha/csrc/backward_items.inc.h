@@ -7,12 +7,12 @@
  * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. */
 
 /* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles have had
- * their turn at each block, and what was found finite in it; of shares, which keys [from[n], to[n]) block n attends, how many have had their
+ * their turn at each block; of shares, which keys [from[n], to[n]) block n attends, how many have had their
  * turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width). */
 typedef struct {
     FMHA_NAME(packed) packed;
     REAL *grad_q, *grad_k, *grad_v;
-    int *taken, *finite, *shares_taken;
+    int *taken, *shares_taken;
     ptrdiff_t *from, *to;
 } FMHA_NAME(split_head);
 
@@ -44,7 +44,6 @@ static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share,
     to->from = (ptrdiff_t *)FMHA_NAME(take)(memory, &used, ends);
     to->to = (ptrdiff_t *)FMHA_NAME(take)(memory, &used, ends);
     to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
-    to->finite = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, keys / FMHA_SUM_KEYS);
     to->grad_k = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->D, LANES));
     to->grad_v = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->Dv, LANES));
@@ -87,48 +86,20 @@ static int FMHA_NAME(mend_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block
     return wanted && (int)*own->kind & FMHA_NAME(far_block) && FMHA_NAME(mended)(&x->w, block, own, wanted);
 }
 
-#define Q_FINITE 1
-#define GRAD_OUT_FINITE 2
-#define K_FINITE 4
-#define ROWS_FINITE (Q_FINITE | GRAD_OUT_FINITE)
-#define ALL_FINITE (ROWS_FINITE | K_FINITE)
-
 static int FMHA_NAME(removes_pairs)(const fmha_problem *p)
 {
     return p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
 }
 
-static int FMHA_NAME(keys_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j0, ptrdiff_t j1)
+/* Whether keys j .. j+n are finite, of those that rows may attend; which matters only where pairs are removed. */
+static int FMHA_NAME(keys_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t n)
 {
-    return FMHA_NAME(finite_rows)(p->stored, j1 - j0, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j0), p->k.stride[2]) ? K_FINITE : 0;
-}
-
-/* Of queries i0 .. i0+rows of a head. */
-static int FMHA_NAME(queries_finite)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i0, ptrdiff_t rows)
-{
-    const fmha_problem *p = &run->p;
-    const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, i0), *g = FMHA_NAME(row_in)(p->element, &run->grad_out, b, h, i0);
-    return (FMHA_NAME(finite_rows)(p->element, rows, p->D, q, p->q.stride[2]) ? Q_FINITE : 0)
-           | (FMHA_NAME(finite_rows)(p->element, rows, p->Dv, g, run->grad_out.stride[2]) ? GRAD_OUT_FINITE : 0);
-}
-
-/* Of the rows of a block and its share of the keys: all blocks together see all of them. */
-static int FMHA_NAME(finite_in_block)(const FMHA_NAME(gradients) *x, const FMHA_NAME(rows) *block, ptrdiff_t n)
-{
-    const fmha_run *run = x->w.run;
-    const fmha_problem *p = &run->p;
-    const ptrdiff_t blocks = FMHA_NAME(head_rows)(p) / BLOCK_ROWS;
-    ptrdiff_t valid0, valid1;
-    int finite = ALL_FINITE;
-    if (!FMHA_NAME(removes_pairs)(p)) return finite;
-    fmha_valid_keys(p, block->b, &valid0, &valid1);
-    const ptrdiff_t keys = valid1 - valid0, from = valid0 + keys * n / blocks, to = valid0 + keys * (n + 1) / blocks;
-    if (to > from) finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, block->b, block->hkv, from, to);
-    for (ptrdiff_t r = 0, rows; r < block->rows; r += rows) {
-        rows = p->Lq - block->query[r] < block->rows - r ? p->Lq - block->query[r] : block->rows - r;
-        finite &= ~ROWS_FINITE | FMHA_NAME(queries_finite)(run, block->b, block->head[r], block->query[r], rows);
-    }
-    return finite;
+    ptrdiff_t low, high;
+    if (!FMHA_NAME(removes_pairs)(p)) return 1;
+    fmha_valid_keys(p, b, &low, &high);
+    if (low < j) low = j;
+    if (high > j + n) high = j + n;
+    return low >= high || FMHA_NAME(finite_rows)(p->stored, high - low, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, low), p->k.stride[2]);
 }
 
 /* FMHA_PREPARE: a block is ready; its far rows have met all keys, in the order and with the sums of FMHA_WHOLE. */
@@ -142,7 +113,6 @@ static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
     if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, FMHA_SUM_KEYS) * sizeof(int));
     if (x->share) x->split.from[i0 / BLOCK_ROWS] = block.j0, x->split.to[i0 / BLOCK_ROWS] = block.j1;
     x->split.taken[i0 / BLOCK_ROWS] = 0;
-    x->split.finite[i0 / BLOCK_ROWS] = FMHA_NAME(finite_in_block)(x, &block, i0 / BLOCK_ROWS);
     memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
     FMHA_NAME(begin_block)(x, &block, &own, wanted);
@@ -245,9 +215,11 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
 #endif
+    x->w.k_finite = !x->left || FMHA_NAME(keys_finite)(p, x->item.b, x->item.h, j, n);
     for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row && !fmha_pool_stopped(); i0 += BLOCK_ROWS) {
         FMHA_NAME(rows) block;
         FMHA_NAME(packed) own;
+        if (!first && FMHA_NAME(is_beside)(p, x->item.b, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS, j, n)) continue;
         const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
         if (first) FMHA_NAME(begin_block)(x, &block, &own, wanted);
         ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
@@ -356,26 +328,6 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
     }
 }
 
-/* Whether operands are finite, which matters only where pairs are removed; of a head that is split, as its blocks have found. */
-static void FMHA_NAME(look_at_operands)(FMHA_NAME(gradients) *x)
-{
-    const fmha_run *run = x->w.run;
-    const fmha_problem *p = &run->p;
-    const ptrdiff_t b = x->item.b, hkv = x->item.h, group = p->H / p->Hkv;
-    ptrdiff_t valid0, valid1;
-    int finite = ALL_FINITE;
-    if (x->left && FMHA_NAME(removes_pairs)(p) && x->split.finite) {
-        for (ptrdiff_t n = 0; n < FMHA_NAME(head_rows)(p) / BLOCK_ROWS; n++) finite &= x->split.finite[n];
-    } else if (x->left && FMHA_NAME(removes_pairs)(p)) {
-        fmha_valid_keys(p, b, &valid0, &valid1);
-        finite &= ~K_FINITE | FMHA_NAME(keys_finite)(p, b, hkv, valid0, valid1);
-        for (ptrdiff_t h = hkv * group; h < (hkv + 1) * group; h++) finite &= ~ROWS_FINITE | FMHA_NAME(queries_finite)(run, b, h, 0, p->Lq);
-    }
-    x->w.q_finite = (finite & Q_FINITE) != 0;
-    x->w.grad_out_finite = (finite & GRAD_OUT_FINITE) != 0;
-    x->w.k_finite = (finite & K_FINITE) != 0;
-}
-
 /* An item of run->mode; matrix: on matrix tiles, but for the rows that these leave. */
 INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
 {
@@ -433,7 +385,6 @@ INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptr
         FMHA_NAME(t_configure)();
     }
 #endif
-    if (mode != FMHA_PREPARE) FMHA_NAME(look_at_operands)(&x);
     if (mode == FMHA_WHOLE) {
         FMHA_NAME(whole_item)(&x);
     } else if (mode == FMHA_PREPARE) {

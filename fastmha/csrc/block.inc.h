@@ -48,6 +48,46 @@ typedef struct {
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
 
+/* What a band and lengths leave the rows of a block, if these are of one head and none is empty; else returns 0. Both ends grow with the
+ * row, so that no row need be looked at by itself. */
+static int FMHA_NAME(band_rows)(const fmha_problem *p, FMHA_NAME(rows) *block)
+{
+    const ptrdiff_t rows = block->rows, last = rows - 1;
+    ptrdiff_t first, end, *row0 = block->row0, *row1 = block->row1;
+    fmha_valid_keys(p, block->b, &first, &end);
+    const int64_t low = block->query[0] + p->offset[block->b] - p->left, high = block->query[0] + p->offset[block->b] + p->right + 1;
+    if (block->head[0] != block->head[last]) return 0;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        const int64_t from = low + r > first ? low + r : first, to = high + r < end ? high + r : end;
+        row0[r] = (ptrdiff_t)(from < p->Lk ? from : p->Lk);
+        row1[r] = (ptrdiff_t)(to > 0 ? to : 0);
+    }
+    if (row0[0] >= row1[0] || row0[last] >= row1[last]) return 0;
+    for (ptrdiff_t r = rows; r < block->queries; r++) row0[r] = 0, row1[r] = p->Lk;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        const ptrdiff_t from = v * LANES, to = from + LANES < rows ? from + LANES - 1 : last;
+        block->any0[v] = row0[from];
+        block->any1[v] = row1[to];
+        block->all0[v] = row0[to];
+        block->all1[v] = row1[from];
+    }
+    block->j0 = block->any0[0];
+    block->common1 = block->all1[0];
+    block->common0 = row0[last];
+    block->j1 = row1[last];
+    return 1;
+}
+
+/* Whether a band leaves a block of rows from row i0 on none of the keys j .. j+n, if that can be told at once. */
+static inline int FMHA_NAME(is_beside)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j, ptrdiff_t n)
+{
+    const ptrdiff_t i = i0 % p->Lq;
+    ptrdiff_t low, high;
+    if (!p->banded || i + rows > p->Lq) return 0;
+    fmha_block_keys(p, b, i, rows, &low, &high);
+    return low >= j + n || high <= j;
+}
+
 static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
                                   ptrdiff_t rows)
 {
@@ -89,6 +129,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
         block->j1 = low < high ? high : 0;
         return;
     }
+    if (FMHA_NAME(band_rows)(p, block)) return;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         low = 0, high = p->Lk;
         if (r < rows) {
@@ -266,14 +307,17 @@ static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL facto
 }
 
 /* packed^T (D, queries), or of few rows packed (rows, D in whole vectors), <- scale * q / lift, where the lift of row r, a power of 2, is what
- * its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns whether there are lifts other than 1. */
+ * its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns what of that holds: there are lifts
+ * other than 1; something of q may not be finite. */
+enum { FMHA_NAME(lifts) = 1, FMHA_NAME(suspect) = 2 };
+
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     const int few = block->few.scratch != NULL;
     const ptrdiff_t of_row = few ? ROUND_UP(p->D, LANES) : 1, of_item = few ? 1 : block->queries;
     const REAL squares = few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor);
-    int some = !(squares < HUGE_POWER);
+    const int some = !(squares < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         lift[r] = rest;
@@ -286,7 +330,7 @@ static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) 
             packed[d * of_item + r * of_row] = (REAL)((double)factor / own)
                                                * FMHA_NAME(stored_value)(p->element, q + d * FMHA_NAME(stored_size)(p->element));
     }
-    return 1;
+    return FMHA_NAME(lifts) | (some ? FMHA_NAME(suspect) : 0);
 }
 
 /* Whether rows so far apart, as those of a head among many are, share few sets of the caches, and are better copied where a product reads them
