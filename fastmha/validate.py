@@ -690,13 +690,15 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, 
     if out.shape != shape:
         raise ValueError(f"out must have shape {shape}, got {out.shape}")
     same_dtype("out", out, of, dtype)
-    if not out.flags.writeable:
+    flags = out.flags
+    if not flags.writeable:
         raise ValueError("out is read-only")
-    reach = out.itemsize - 1
-    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape) if n > 1):
-        if out.size and stride <= reach:
-            raise ValueError(f"out overlaps itself: shape {out.shape}, strides {out.strides}")
-        reach += stride * (n - 1)
+    if not flags.c_contiguous:      # which has one place for each element
+        reach = out.itemsize - 1
+        for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape) if n > 1):
+            if out.size and stride <= reach:
+                raise ValueError(f"out overlaps itself: shape {out.shape}, strides {out.strides}")
+            reach += stride * (n - 1)
     for name, x in inputs.items():
         if x is not None and _overlap(out, as_array(name, x)):
             raise ValueError(f"out overlaps {name} in memory")

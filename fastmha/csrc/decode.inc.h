@@ -327,8 +327,9 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (Dv + LANES - 1) / LANES, ldo = vectors * LANES;
     FMHA_NAME(streams) from = *first;
-    if (what == FMHA_NAME(scores_alone) && from.v_lines && !several) {      /* from memory, one row after the other; short ones by twos */
-        if (LANES > 1 && D * size <= DECODE_SHORT) FMHA_NAME(scores_of)(type, many, 2, 0, keys, D, q, &from, scores);
+    /* From memory, one row after the other; short ones by twos, as there may be no more. */
+    if (what == FMHA_NAME(scores_alone) && !several && (from.v_lines || (LANES > 1 && keys <= 2))) {
+        if (LANES > 1 && (D * size <= DECODE_SHORT || !from.v_lines)) FMHA_NAME(scores_of)(type, many, 2, 0, keys, D, q, &from, scores);
         else FMHA_NAME(scores_of)(type, many, 1, 0, keys, D, q, &from, scores);
         return;
     }
@@ -468,10 +469,8 @@ static void FMHA_NAME(decode_turns)(TURNS_TAKE)
 }
 #undef TURNS_TAKE
 
-/* What a chunk's sums are: all finite; of keys of which some were removed. */
-enum { FMHA_NAME(finite) = 1, FMHA_NAME(partly) = 2 };
-
-/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns which of these its sums are; purpose: 0, careful or raised.
+/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums are finite:
+ * then it is to be done again with care. purpose: 0, careful or raised.
  * m->ready: of how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
@@ -515,7 +514,8 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
                 best = v_max(score, best);
             }
             REAL now = FMHA_NAME(largest)(best), shift = now == NEGATIVE_INFINITY ? 0 : now;
-            shrink[r] = v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
+            const int nothing = peak[r] == NEGATIVE_INFINITY && shift == shift;    /* before these keys, and no NaN: exp(-inf) */
+            shrink[r] = nothing ? 0 : v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
             total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
             peak[r] = now;
             FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
@@ -555,8 +555,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         m->scores = after;
         m->after = scores;
     }
-    int finite = FMHA_NAME(all_finite)(rows, value_width, out, value_width);
-    return (finite ? FMHA_NAME(finite) : 0) | (partly ? FMHA_NAME(partly) : 0);
+    return partly && !FMHA_NAME(all_finite)(rows, value_width, out, value_width);
 }
 
 /* Row r of a group's queries. */
@@ -644,9 +643,8 @@ static ptrdiff_t FMHA_NAME(decode_item_scratch)(const fmha_problem *p)
     return FMHA_NAME(chunk_scratch)(p) + FMHA_NAME(merge_scratch)(p);
 }
 
-/* Partial softmaxes of the chunks of key/value head `index`, from the first one on, become one, in their order. alone: it is one chunk,
- * whose sums are finite. */
-static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *scratch, const FMHA_NAME(chunk) *of, int alone)
+/* Partial softmaxes of the chunks of key/value head `index`, from the first one on, become one, in their order. */
+static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *scratch, const FMHA_NAME(chunk) *of)
 {
     const fmha_problem *p = &run->p;
     const FMHA_NAME(chunk) first = *of;         /* the others follow, each `size` REALs on */
@@ -662,10 +660,10 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *sc
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
         REAL *out = p->element == FMHA_SAME ? (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, i) : memory.result + r * value_width;
         REAL sink = FMHA_NAME(sink)(p, h), peak = sink, total = 0;
-        if (alone && !p->sinks && first.total[r] >= 1) {        /* as below, with a weight of 1 */
+        if (chunks == 1 && !p->sinks && first.total[r] >= 1) {        /* as below, with a weight of 1 */
             peak = first.peak[r];
             total = first.total[r];
-            FMHA_NAME(divided_row)(p->Dv, first.sums + r * value_width, total, out, v_splat(0));
+            finite &= FMHA_NAME(sum)(FMHA_NAME(divided_row)(p->Dv, first.sums + r * value_width, total, out, v_splat(0))) == 0;
             if (FMHA_NAME(tiny_row)(p->Dv, out)) tiny |= (uint64_t)1 << r;
             if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = peak + REAL_LOG(total);
             continue;
@@ -731,15 +729,13 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
         m.then = FMHA_NAME(stored_row)(p, &p->k, then.b, then.h, then.j0);
     }
     const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
-    int left = 0;
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         if (chunks > 1) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
-        left = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0);
-        if (left != FMHA_NAME(partly)) continue;
+        if (!FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0)) continue;
         m.ready = 0;
         FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, FMHA_NAME(careful));
     }
-    if (chunks == 1) FMHA_NAME(merge_head)(run, index, scratch, &result, (left & FMHA_NAME(finite)) != 0);
+    if (chunks == 1) FMHA_NAME(merge_head)(run, index, scratch, &result);
 }
 
 /* Item: one key/value head whose chunks were items of their own. */
@@ -749,5 +745,5 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
     const ptrdiff_t chunks = fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS);
     if (chunks == 1) return;
     const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);
-    FMHA_NAME(merge_head)(run, index, FMHA_NAME(scratch_of)(run, worker), &first, 0);
+    FMHA_NAME(merge_head)(run, index, FMHA_NAME(scratch_of)(run, worker), &first);
 }

@@ -48,11 +48,16 @@ static inline VEC FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL diviso
 {
     if (divisor > 0 && divisor < (REAL)INFINITY) {
         VEC inverse = v_splat(1 / divisor), zero = v_splat(0);
-        for (ptrdiff_t j = 0; j < n; j += LANES) {
-            VEC value = v_load_n(x + j, n - j, 0);
+        ptrdiff_t j = 0;
+        for (; j + LANES <= n; j += LANES) {
+            const VEC value = v_load(x + j);
             trace = trace + value * zero;
-            v_store_n(to + j, value * inverse, n - j);
+            v_store(to + j, value * inverse);
         }
+        if (j == n) return trace;
+        const VEC value = v_load_n(x + j, n - j, 0);
+        trace = trace + value * zero;
+        v_store_n(to + j, value * inverse, n - j);
     } else {
         for (ptrdiff_t j = 0; j < n; j++) {
             trace = trace + v_splat(x[j] * 0);

@@ -72,7 +72,7 @@ INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abre
                 for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v + line * FMHA_CACHE_LINE);
             int fetched = (j + l) % 4 == 0 ? from->fetched : 0;
             if (type == FMHA_SAME && from->close && fetched == 4) {
-                for (int a = 0; a < 4; a++)
+                for (ptrdiff_t a = 0; a < 4 && a < keys - j - l; a++)
                     for (ptrdiff_t byte = 0; byte < D * (ptrdiff_t)sizeof(REAL); byte += FMHA_CACHE_LINE) v_prefetch(k + k_ahead + a * ldk + byte);
                 fetched = 0;
             }
@@ -97,12 +97,16 @@ INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abre
 static inline VEC FMHA_NAME(pack_row)(int type, ptrdiff_t width, REAL factor, const char *row, REAL *to, VEC squares)
 {
     const REAL *from = FMHA_NAME(real_row)(type, row, width, to);
-    for (ptrdiff_t d = 0; d < width; d += LANES) {
-        const VEC value = v_load_n(from + d, width - d, 0) * factor;
+    ptrdiff_t d = 0;
+    for (; d + LANES <= width; d += LANES) {
+        const VEC value = v_load(from + d) * factor;
         squares = squares + value * value;
         v_store(to + d, value);
     }
-    return squares;
+    if (d == width) return squares;
+    const VEC value = v_load_n(from + d, width - d, 0) * factor;
+    v_store(to + d, value);
+    return squares + value * value;
 }
 
 /* What few_scores works in, and where not NULL also keeps what it has, or, where that is known, takes it from. */
