@@ -514,8 +514,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
                 best = v_max(score, best);
             }
             REAL now = FMHA_NAME(largest)(best), shift = now == NEGATIVE_INFINITY ? 0 : now;
-            const int nothing = peak[r] == NEGATIVE_INFINITY && shift == shift;    /* before these keys, and no NaN: exp(-inf) */
-            shrink[r] = nothing ? 0 : v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
+            shrink[r] = peak[r] == NEGATIVE_INFINITY ? 0 : v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
             total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
             peak[r] = now;
             FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
