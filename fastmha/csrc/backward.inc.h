@@ -288,16 +288,17 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
     char own[BLOCK_ROWS] = {0};
-    const int packed = FMHA_NAME(pack_queries)(p, block, to->q, to->lift);
-    int kind = packed & FMHA_NAME(lifts) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
-    if (packed & FMHA_NAME(suspect) && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
+    int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
+    if (kind && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
         to->inverse[r] = 1;
         to->delta[r] = to->sum[r] = 0;
-        suspect |= r < block->rows && !(wanted >> r & 1);
-        if (r >= block->rows || !(wanted >> r & 1)) continue;
+        if (r >= block->rows || !(wanted >> r & 1)) {
+            suspect |= r < block->rows;
+            continue;
+        }
         REAL sink = FMHA_NAME(sink)(p, block->head[r]);
         if (known) {
             const REAL *state = (const REAL *)run->row_states + FMHA_NAME(row_at)(run, block, r) * FMHA_ROW_STATE;
@@ -318,7 +319,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         to->delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g, o)
                        : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
                        : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
-        suspect |= to->delta[r] - to->delta[r] != 0;        /* finite it has no term that is not, nor of a factor 0 */
+        suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
     }
     if (suspect && !FMHA_NAME(finite_block)(p, &run->grad_out, block, p->Dv)) kind |= FMHA_NAME(nonfinite_grad_out);
     *to->kind = (REAL)kind;

@@ -49,7 +49,7 @@ typedef struct {
 } FMHA_NAME(rows);
 
 /* What a band and lengths leave the rows of a block, if these are of one head and none is empty; else returns 0. Both ends grow with the
- * row, so that no row need be looked at by itself. */
+ * row: those of several rows are the ends of the first and of the last one. */
 static int FMHA_NAME(band_rows)(const fmha_problem *p, FMHA_NAME(rows) *block)
 {
     const ptrdiff_t rows = block->rows, last = rows - 1;
@@ -307,17 +307,15 @@ static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL facto
 }
 
 /* packed^T (D, queries), or of few rows packed (rows, D in whole vectors), <- scale * q / lift, where the lift of row r, a power of 2, is what
- * its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns what of that holds: there are lifts
- * other than 1; something of q may not be finite. */
-enum { FMHA_NAME(lifts) = 1, FMHA_NAME(suspect) = 2 };
-
+ * its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns 0 only where all lifts are 1
+ * and q is finite. */
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     const int few = block->few.scratch != NULL;
     const ptrdiff_t of_row = few ? ROUND_UP(p->D, LANES) : 1, of_item = few ? 1 : block->queries;
     const REAL squares = few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor);
-    const int some = !(squares < HUGE_POWER);
+    int some = !(squares < HUGE_POWER);
     if (!some && rest == 1) return 0;
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         lift[r] = rest;
@@ -330,7 +328,7 @@ static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) 
             packed[d * of_item + r * of_row] = (REAL)((double)factor / own)
                                                * FMHA_NAME(stored_value)(p->element, q + d * FMHA_NAME(stored_size)(p->element));
     }
-    return FMHA_NAME(lifts) | (some ? FMHA_NAME(suspect) : 0);
+    return 1;
 }
 
 /* Whether rows so far apart, as those of a head among many are, share few sets of the caches, and are better copied where a product reads them

@@ -327,7 +327,7 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), vectors = (Dv + LANES - 1) / LANES, ldo = vectors * LANES;
     FMHA_NAME(streams) from = *first;
-    /* From memory, one row after the other; short ones by twos, as there may be no more. */
+    /* From memory, one row after the other; short ones by twos, and so where there are no more than two. */
     if (what == FMHA_NAME(scores_alone) && !several && (from.v_lines || (LANES > 1 && keys <= 2))) {
         if (LANES > 1 && (D * size <= DECODE_SHORT || !from.v_lines)) FMHA_NAME(scores_of)(type, many, 2, 0, keys, D, q, &from, scores);
         else FMHA_NAME(scores_of)(type, many, 1, 0, keys, D, q, &from, scores);

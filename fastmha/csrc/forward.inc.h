@@ -334,7 +334,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
 {
     const fmha_problem *p = &run->p;
     const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out};
-    const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) & FMHA_NAME(lifts) ? m->lift : NULL;
+    const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) ? m->lift : NULL;
     block->written = 0;
     FMHA_NAME(begin_run)(p, block, 0, &sums);
     int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
@@ -555,7 +555,7 @@ static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
     if (!meets) return;
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(&run->p);
-    const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) & FMHA_NAME(lifts) ? m.lift : NULL;
+    const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
     FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item.j0, item.j0 + item.cols, 0);
 }
 
@@ -640,7 +640,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     FMHA_NAME(weights_layout)(p, scratch, &m);
     REAL *s = m.scores, *out = m.out, *peak = m.peak, *total = m.total, *lift = m.lift;
     const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j0, n, p->D, m.converted, &ldk);
-    if (!(FMHA_NAME(pack_queries)(p, block, m.packed, lift) & FMHA_NAME(lifts))) lift = NULL;
+    if (!FMHA_NAME(pack_queries)(p, block, m.packed, lift)) lift = NULL;
     FMHA_NAME(begin_rows)(p, block, peak, total);
     int touched = FMHA_NAME(touched)(p, block, j0, n);
     for (ptrdiff_t j = 0; j < n && !fmha_pool_stopped(); j += TILE_KEYS) {
