@@ -59,7 +59,8 @@ Rates = Mapping[str, float]     # pass -> work per second
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of `fastmha.attention` and its backward pass; `rules` are its keywords."""
+    """One call of `fastmha.attention` and its backward pass; `rules` are its keywords, `counted` those that
+    say its work where they do not."""
 
     label: str
     q: np.ndarray
@@ -68,10 +69,11 @@ class Call:
     grad_out: np.ndarray
     rules: dict[str, Any] = field(default_factory=dict)
     algorithm: str = "auto"
+    counted: dict[str, Any] | None = None
 
-    def under(self, label: str, **rules: Any) -> Call:
+    def under(self, label: str, counted: dict[str, Any] | None = None, **rules: Any) -> Call:
         """The same arrays under more rules."""
-        return replace(self, label=label, rules={**self.rules, **rules})
+        return replace(self, label=label, rules={**self.rules, **rules}, counted=counted)
 
     def attend(self, threads: int, **more: Any) -> Any:
         return fastmha.attention(
@@ -90,10 +92,11 @@ class Call:
         return lambda: self.gradients(out, lse, threads)
 
     def flops(self, direction: str) -> int:
-        forward = fastmha.plan(self.q, self.k, self.v, **self.rules).flops
+        rules = self.rules if self.counted is None else self.counted
+        forward = fastmha.plan(self.q, self.k, self.v, **rules).flops
         if direction == "forward":
             return forward
-        return fastmha.plan(self.q, self.k, self.v, backward=True, **self.rules).flops - forward
+        return fastmha.plan(self.q, self.k, self.v, backward=True, **rules).flops - forward
 
 
 def draw(label: str, B: int, H: int, L: int, D: int, dtype: str = "float32", *, Hkv: int | None = None,
@@ -136,7 +139,8 @@ class Excerpt:
             self.rules["key_padding_lengths"] = np.clip(self.rules["key_padding_lengths"][self.b] - self.j.start, 0,
                                                         self.j.stop - self.j.start)
         if "mask" in self.rules:
-            mask = self.rules["mask"][self.i, self.j]
+            mask = self.rules["mask"]
+            mask = mask[self.i, self.j] if mask.ndim == 2 else mask[self.b, :, :, self.j]
             self.rules["mask"] = mask if mask.dtype == bool else mask.astype(np.float64)
 
     def _by_head(self, x: np.ndarray) -> np.ndarray:
@@ -261,10 +265,15 @@ def rule_calls(L: int, dtype: str) -> list[tuple[Call, str, Floor | None]]:
     rng, width = np.random.default_rng(1), 64
     plain = draw("plain", 2, 4, L, width, dtype)
     wide = draw("plain, 16 heads", 1, 16, L, width, dtype)
+    lengths = np.array([L - L // 10, L // 2 + 5])
+    padding = (np.arange(L) >= lengths[:, None])[:, None, None, :]
+    counted = {"key_padding_lengths": lengths}
     rules: list[tuple[str, float, dict[str, Any]]] = [
         ("boolean mask (Lq, Lk), 10 % removed", 1.20, {"mask": rng.random((L, L)) < 0.1}),
         ("additive mask (Lq, Lk)", 1.25, {"mask": rng.standard_normal((L, L), np.dtype(dtype))}),
-        ("padding lengths 90 %, 51 %", 1.10, {"key_padding_lengths": np.array([L - L // 10, L // 2 + 5])}),
+        ("padding lengths 90 %, 51 %", 1.10, counted),
+        ("the same, a boolean mask of keys", 1.10, {"mask": padding, "counted": counted}),
+        ("the same, -1e9 added", 1.20, {"mask": np.where(padding, -1e9, 0).astype(dtype), "counted": counted}),
         *((f"window {w}", 1.10, {"window": w}) for w in ((L // 2, 0), (L // 4, L // 4), (127, 0))),
         ("softcap 30", 1.35, {"softcap": 30.0}),
     ]

@@ -5,8 +5,9 @@ and the "blas" algorithm loops over heads. No checks of user input here: `fastmh
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_Occurred
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from libc.math cimport INFINITY
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from numpy import dtype as numpy_dtype
@@ -23,9 +24,9 @@ from fastmha._kernels cimport (
     fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut,
     fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks,
     fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item, fmha_item_of, fmha_items,
-    fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut, fmha_matrices_cut, fmha_norm,
-    fmha_pool_ask, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers,
-    fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
+    fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut, fmha_mask_ranges, fmha_matrices_cut,
+    fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
+    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
     fmha_valid_keys, fmha_waiting_chunks,
 )
 
@@ -425,6 +426,7 @@ cdef class Problem:
     cdef int read_rules(self, tuple rules) except -1:
         """What `__init__` takes behind q, k and v."""
         cdef double scale, softcap
+        cdef object ranges = None
         bool_mask, additive_mask, offset, key_starts, key_lengths, left, right, scale, softcap, sinks, alibi, draws = rules
         self.bool_mask, self.additive_mask = bool_mask, additive_mask
         self.c.bool_mask.data = self.c.additive_mask.data = NULL
@@ -437,6 +439,8 @@ cdef class Problem:
         self.c.offset = <const int64_t *>pointer(offset, False) if offset is not None else NULL
         self.c.key_start = <const int64_t *>pointer(key_starts, False) if key_starts is not None else NULL
         self.c.key_length = <const int64_t *>pointer(key_lengths, False) if key_lengths is not None else NULL
+        if fmha_of_keys(&self.c.bool_mask) or fmha_of_keys(&self.c.additive_mask):
+            ranges = self.read_padding()
         self.c.left = FMHA_UNBOUNDED if left is None else left
         self.c.right = FMHA_UNBOUNDED if right is None else right
         self.c.scale = scale
@@ -451,8 +455,25 @@ cdef class Problem:
             self.c.dropout.b, self.c.dropout.h, self.c.dropout.i, self.c.dropout.j = draws[2:]
             self.c.dropout.factor = 1 / (1 - <double>probability)
             self.c.dropout.below = min(<uint64_t>(<double>probability * 4294967296 + 0.5), <uint64_t>4294967295)
-        self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws)
+        self.keep = (offset, key_starts, key_lengths, sinks, alibi, draws, ranges)
         return 0
+
+    cdef object read_padding(self):
+        """Of masks of keys alone the ranges that they leave, and a boolean one is gone where that is all it does. Returns their
+        memory."""
+        cdef bytearray ranges = bytearray(2 * self.c.B * sizeof(int64_t))
+        cdef int64_t *starts = <int64_t *><char *>ranges
+        cdef double of_double = -INFINITY
+        cdef float single = -INFINITY
+        cdef uint16_t of_half = 0xFF80 if self.c.mask_element == FMHA_BFLOAT else 0xFC00
+        cdef bint same = self.c.mask_element == FMHA_SAME
+        cdef const void *removed = <const void *>&of_half if not same else &of_double if self.is_double else &single
+        cdef ptrdiff_t size = size_of(self.c.mask_element, self.itemsize)
+        cdef bint whole = fmha_mask_ranges(&self.c, size, removed, starts, starts + self.c.B)
+        if whole and fmha_of_keys(&self.c.bool_mask):
+            self.c.bool_mask.data = NULL
+        self.c.key_start, self.c.key_length = starts, starts + self.c.B
+        return ranges
 
     cdef int read_queries(self, q) except -1:
         """q into the C problem, and what follows from its dtype."""

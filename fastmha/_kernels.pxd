@@ -193,6 +193,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     bint fmha_blocks_vary(const fmha_problem *, int threads)
     fmha_cut fmha_blocks_cut(const fmha_problem *, const fmha_blocks *, bint runs)
     bint fmha_by_heads(const fmha_problem *, int threads)
+    bint fmha_of_keys(const fmha_array *mask)
+    bint fmha_mask_ranges(const fmha_problem *, ptrdiff_t size, const void *removed, int64_t *starts, int64_t *ends)
     fmha_cut fmha_mask_cut(const fmha_problem *, const fmha_array *grad_mask)
     fmha_cut fmha_blas_forward_cut(const fmha_problem *, ptrdiff_t rows)
 

@@ -288,6 +288,13 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
     char own[BLOCK_ROWS] = {0};
+    if (block->j0 >= block->j1 && !p->sinks) {      /* nothing is read of the block but its states */
+        FMHA_NAME(fill)(block->queries, to->shift, (REAL)INFINITY);
+        FMHA_NAME(fill)(block->queries, to->inverse, 1);
+        FMHA_NAME(fill)(block->queries, to->delta, 0);
+        *to->kind = 0;
+        return;
+    }
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
     if (kind && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
@@ -541,6 +548,34 @@ static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, ptrdi
         for (int m = 0; m < many; m++) all = all + v_load(sums + m * apart + e);
         v_store(total + e, all);
     }
+}
+
+/* Of keys low .. high of a tile, those are left out, the first and the last ones, that an additive mask drowns beside keys that it leaves the
+ * rows, by their lse: P is 0 at all of them. */
+static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t *low,
+                                           ptrdiff_t *high)
+{
+    const fmha_problem *p = &w->run->p;
+    if (!p->additive_mask.data || FMHA_NAME(rescored)(p) || block->few.scratch || *packed->kind != 0) return;
+    const ptrdiff_t n = *high - *low;
+    ptrdiff_t ahead, behind;
+    REAL least = (REAL)INFINITY;
+    const REAL most = FMHA_NAME(low_ends)(p, block, *low, n, &ahead, &behind);
+    if (ahead + behind == 0) return;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (packed->delta[r] - packed->delta[r] != 0 || packed->shift[r] != packed->shift[r]) return;
+        if (packed->shift[r] < least) least = packed->shift[r];
+    }
+    least += (REAL)EXP_ZERO;
+    if (!(least > most)) return;
+    const FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, *low, n);
+    const REAL q = FMHA_NAME(power)(1, p->D * block->queries, packed->q, 0), g = FMHA_NAME(power)(1, p->Dv * block->queries, packed->grad_out, 0);
+    const REAL *k = tile.k + (n - behind) * tile.ldk, *v = tile.v + (n - behind) * tile.ldv;
+    const REAL of_keys = FMHA_NAME(power)(ahead, p->D, tile.k, tile.ldk) + FMHA_NAME(power)(behind, p->D, k, tile.ldk);
+    const REAL of_values = FMHA_NAME(power)(ahead, p->Dv, tile.v, tile.ldv) + FMHA_NAME(power)(behind, p->Dv, v, tile.ldv);
+    if (!(least > FMHA_NAME(drowned_scores)(most, q, of_keys, (1 + g) * (1 + of_values)))) return;
+    *low += ahead;
+    *high -= behind;
 }
 
 /* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the

@@ -226,22 +226,28 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         if (low >= high) continue;
         const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
         if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
-        REAL *of_keys, *of_values;
-        const int begins = FMHA_NAME(sums_of_block)(x, &sums, &of_keys, &of_values), writes = begins && !x->matrix && high - low == n;
-        if (begins && !writes) {
-            memset(of_keys, 0, (size_t)(summed * x->width) * sizeof(REAL));
-            memset(of_values, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
-        }
+        if (!x->matrix) FMHA_NAME(leave_out_gradients)(&x->w, &block, &own, &low, &high);
+        if (low < high) {
+            REAL *of_keys, *of_values;
+            const int begins = FMHA_NAME(sums_of_block)(x, &sums, &of_keys, &of_values), writes = begins && !x->matrix && high - low == n;
+            if (begins && !writes) {
+                memset(of_keys, 0, (size_t)(summed * x->width) * sizeof(REAL));
+                memset(of_values, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
+            }
 #if FMHA_TILES
-        if (x->matrix) {
-            FMHA_NAME(gradient_rows) rows;
-            FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
-            FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys, of_values, x->grad_q + i0 * x->width, &turn);
-        }
+            if (x->matrix) {
+                FMHA_NAME(gradient_rows) rows;
+                FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+                FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys, of_values, x->grad_q + i0 * x->width,
+                                            &turn);
+            }
 #endif
-        if (wanted)
-            multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes, direct_k ? factor : 1, of_keys + (low - j) * x->width,
-                                                   of_values + (low - j) * x->value_width, own.grad_q, &turn);
+            of_keys += (low - j) * x->width;
+            of_values += (low - j) * x->value_width;
+            if (wanted)
+                multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes, direct_k ? factor : 1, of_keys, of_values,
+                                                       own.grad_q, &turn);
+        }
         if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn)(&turn);
     }
     if (!sums.ours) {

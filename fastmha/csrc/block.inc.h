@@ -44,16 +44,17 @@ typedef struct {
     FMHA_NAME(few) few;                 /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
     int written;                        /* the results of all rows: by a product that was the first and the last */
     FMHA_NAME(results) results;
+    REAL drowned;                       /* no score of the keys that were left out is above it */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
 
-/* What a band and lengths leave the rows of a block, if these are of one head and none is empty; else returns 0. Both ends grow with the
- * row: those of several rows are the ends of the first and of the last one. */
+/* What a band and lengths leave the rows of a block, if these are of one head; else returns 0. Both ends grow with the row: those of several
+ * rows are the ends of the first and of the last one that has keys, and these rows follow one another. */
 static int FMHA_NAME(band_rows)(const fmha_problem *p, FMHA_NAME(rows) *block)
 {
     const ptrdiff_t rows = block->rows, last = rows - 1;
-    ptrdiff_t first, end, *row0 = block->row0, *row1 = block->row1;
+    ptrdiff_t first, end, some = 0, most = last, *row0 = block->row0, *row1 = block->row1;
     fmha_valid_keys(p, block->b, &first, &end);
     const int64_t low = block->query[0] + p->offset[block->b] - p->left, high = block->query[0] + p->offset[block->b] + p->right + 1;
     if (block->head[0] != block->head[last]) return 0;
@@ -62,19 +63,21 @@ static int FMHA_NAME(band_rows)(const fmha_problem *p, FMHA_NAME(rows) *block)
         row0[r] = (ptrdiff_t)(from < p->Lk ? from : p->Lk);
         row1[r] = (ptrdiff_t)(to > 0 ? to : 0);
     }
-    if (row0[0] >= row1[0] || row0[last] >= row1[last]) return 0;
+    while (some < rows && row0[some] >= row1[some]) some++;
+    while (most >= some && row0[most] >= row1[most]) most--;
     for (ptrdiff_t r = rows; r < block->queries; r++) row0[r] = 0, row1[r] = p->Lk;
     for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
         const ptrdiff_t from = v * LANES, to = from + LANES < rows ? from + LANES - 1 : last;
-        block->any0[v] = row0[from];
-        block->any1[v] = row1[to];
+        const ptrdiff_t attends = from > some ? from : some, until = to < most ? to : most;
+        block->any0[v] = attends <= until ? row0[attends] : p->Lk;
+        block->any1[v] = attends <= until ? row1[until] : 0;
         block->all0[v] = row0[to];
         block->all1[v] = row1[from];
     }
-    block->j0 = block->any0[0];
-    block->common1 = block->all1[0];
     block->common0 = row0[last];
-    block->j1 = row1[last];
+    block->common1 = row1[0];
+    block->j0 = some <= most ? row0[some] : 0;
+    block->j1 = some <= most ? row1[most] : 0;
     return 1;
 }
 
@@ -390,6 +393,75 @@ static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) 
         if (k == n) return 1;
     }
     return 0;
+}
+
+#define DROWNED_BELOW -1000     /* an additive mask as low may leave keys nothing beside others */
+
+/* How many of a row of the mask are so low, of at most n from m on, one behind the other or, if `back`, before it; most: of those looked at. */
+static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int back, ptrdiff_t n, REAL *most)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element), step = (back ? -size : size) * p->additive_mask.stride[3];
+    VEC best = v_splat(*most);
+    ptrdiff_t k = 0;
+    for (; p->mask_element == FMHA_SAME && (step == size || step == -size) && k + LANES <= n; k += LANES) {
+        const VEC some = v_load((const REAL *)(m + k * step) - (back ? LANES - 1 : 0));
+        if (v_any(~v_greater(v_splat(DROWNED_BELOW), some))) break;
+        best = v_max(some, best);
+    }
+    *most = FMHA_NAME(largest)(best);
+    for (; k < n; k++) {
+        const REAL one = FMHA_NAME(stored_value)(p->mask_element, m + k * step);
+        if (!(one < DROWNED_BELOW)) return k;
+        if (one > *most) *most = one;
+    }
+    return n;
+}
+
+/* Of n keys from key j on so many, the first and the last ones, of all of whose pairs an additive mask is so low, in whole steps. Returns the
+ * most it is of them, or somewhat more. */
+static REAL FMHA_NAME(low_ends)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, ptrdiff_t *ahead, ptrdiff_t *behind)
+{
+    const fmha_array *mask = &p->additive_mask;
+    REAL most = NEGATIVE_INFINITY;
+    *ahead = *behind = n;
+    for (ptrdiff_t r = 0; r < (fmha_of_keys(mask) ? 1 : block->rows) && *ahead + *behind > 0; r++) {
+        const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, FMHA_NAME(stored_size)(p->mask_element));
+        *ahead = FMHA_NAME(low_masks)(p, m, 0, *ahead, &most);
+        m = FMHA_NAME(mask_row_at)(mask, block, r, j + n - 1, FMHA_NAME(stored_size)(p->mask_element));
+        if (*ahead < n) *behind = FMHA_NAME(low_masks)(p, m, 1, *behind, &most);
+    }
+    const ptrdiff_t from = (j + *ahead) / FMHA_SUM_KEYS * FMHA_SUM_KEYS - j, base = from > 0 ? from : 0;     /* where the sums begin */
+    if (*ahead == n) *behind = 0;
+    else *ahead = base + (*ahead - base) / KEY_STEP * KEY_STEP;
+    return most;
+}
+
+/* The sum of the squares of rows. */
+static REAL FMHA_NAME(power)(ptrdiff_t rows, ptrdiff_t cols, const REAL *x, ptrdiff_t ld)
+{
+    VEC sum[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};      /* none waits for the one before */
+    for (ptrdiff_t i = 0; i < rows; i++, x += ld) {
+        ptrdiff_t d = 0;
+        for (; d + 4 * LANES <= cols; d += 4 * LANES)
+#pragma GCC unroll 4
+            for (int e = 0; e < 4; e++) sum[e] = sum[e] + v_load(x + d + e * LANES) * v_load(x + d + e * LANES);
+        for (; d < cols; d += LANES) {
+            const VEC value = v_load_n(x + d, cols - d, 0);
+            sum[i % 4] = sum[i % 4] + value * value;
+        }
+    }
+    return FMHA_NAME(sum)((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+/* What no score of keys is above where their mask is `most` or less, by the powers of the queries and of the keys, rounded as it may be; or
+ * infinity, if it is not far below 0 then or something is so large that more than scores counts, or not finite: v is the power of the values,
+ * or of these and of grad_out together. A row with a score so far above it that exp gives 0 gets nothing from such keys: without them all
+ * bits are the same. */
+static REAL FMHA_NAME(drowned_scores)(REAL most, REAL q, REAL k, REAL v)
+{
+    const REAL bound = (REAL)(sqrt((double)q) * sqrt((double)k));
+    if (!(bound <= -most / 4) || !(v < HUGE_POWER)) return (REAL)INFINITY;
+    return most * (REAL)0.999 + bound;
 }
 
 #define MASK_KEYS 32        /* keys of a boolean mask that are looked at together: as many as a lane of float32 has bits */

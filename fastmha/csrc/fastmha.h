@@ -369,6 +369,13 @@ static inline int fmha_by_heads(const fmha_problem *p, int threads)
     return many && fmha_busy(heads, threads);
 }
 
+/* Whether there is a mask of which all heads and queries have the same row. */
+static inline int fmha_of_keys(const fmha_array *mask) { return mask->data && mask->stride[1] == 0 && mask->stride[2] == 0; }
+
+/* The keys [starts[b], ends[b]) of each batch row beside which such masks, with the ranges that the problem has, remove all. removed: -inf as
+ * the additive mask has it, of so many bytes. Returns whether a boolean mask removes none of them. */
+int fmha_mask_ranges(const fmha_problem *p, ptrdiff_t size, const void *removed, int64_t *starts, int64_t *ends);
+
 /* How a forward pass is cut: into blocks of so many rows, each whole or in runs of its keys; or, if `fine`, of FMHA_BLOCK_ROWS, of which,
  * or of whose runs, so many, the last ones, are cut into such; and whether the longest blocks of all heads come first, which evens out
  * the end, or head after head, whose keys then stay in a cache. The bits are the same. */

@@ -165,7 +165,8 @@ enum {
     FMHA_NAME(careful) = 1,     /* the firewall: zeros for what is not finite in partly removed tiles, and the allowed pairs added */
     FMHA_NAME(reduced) = 2,     /* probabilities so small that no sum of finite values overflows */
     FMHA_NAME(raised) = 4,      /* values times SUBNORMAL_LIFT */
-    FMHA_NAME(straight) = 8     /* an ordinary one whose results may be written at once */
+    FMHA_NAME(straight) = 8,    /* an ordinary one whose results may be written at once */
+    FMHA_NAME(hopeful) = 16     /* an ordinary one without the keys that an additive mask probably drowns: see is_drowned */
 };
 
 /* The factor that makes sums over all keys finite. */
@@ -251,6 +252,36 @@ static FMHA_NAME(results) FMHA_NAME(results_of)(const fmha_run *run, const FMHA_
     return results;
 }
 
+/* Of n keys from key j on, those are left out, the first and the last ones, that an additive mask drowns beside keys that it leaves alone. */
+static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, const REAL *packed, ptrdiff_t *j, ptrdiff_t *n, REAL *converted)
+{
+    ptrdiff_t ahead, behind, ld;
+    const REAL most = FMHA_NAME(low_ends)(p, block, *j, *n, &ahead, &behind);
+    REAL k = 0, v = 0;
+    for (int end = 0; end < 2; end++) {
+        const ptrdiff_t many = end ? behind : ahead, from = end ? *j + *n - behind : *j;
+        const REAL *rows = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, from, many, p->D, converted, &ld);
+        k += FMHA_NAME(power)(many, p->D, rows, ld);
+        rows = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, from, many, p->Dv, converted, &ld);
+        v += FMHA_NAME(power)(many, p->Dv, rows, ld);
+    }
+    if (ahead + behind == 0) return;
+    const REAL scores = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, packed, 0), k, v);
+    if (scores == (REAL)INFINITY) return;
+    if (scores > block->drowned) block->drowned = scores;
+    *j += ahead;
+    *n -= ahead + behind;
+}
+
+/* Whether all rows have a score that drowns those of the keys that were left out, if any were. */
+static int FMHA_NAME(is_drowned)(const FMHA_NAME(rows) *block, const REAL *peak)
+{
+    int drowned = 1;
+    if (block->drowned == NEGATIVE_INFINITY) return 1;
+    for (ptrdiff_t r = 0; r < block->rows; r++) drowned &= peak[r] + (REAL)EXP_ZERO > block->drowned;
+    return drowned;
+}
+
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have no sums of
  * out. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
@@ -273,6 +304,8 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0, careful = touched && (purpose & FMHA_NAME(careful));
         if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
         partly |= touched;
+        if (purpose & FMHA_NAME(hopeful)) FMHA_NAME(leave_out)(p, block, packed, &j, &n, converted);
+        if (n == 0) continue;
         const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
         block->values = far ? FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j) : NULL;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
@@ -336,6 +369,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out};
     const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) ? m->lift : NULL;
     block->written = 0;
+    block->drowned = NEGATIVE_INFINITY;
     FMHA_NAME(begin_run)(p, block, 0, &sums);
     int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
     for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->j1; j += FMHA_RUN_KEYS) {
@@ -508,13 +542,35 @@ static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, F
     FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
 }
 
+/* The same of a block that attends no key. */
+static void FMHA_NAME(empty_rows)(const fmha_run *run, const fmha_item *item, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
+                                  uint64_t wanted)
+{
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!(wanted >> r & 1)) continue;
+        FMHA_NAME(fill)(run->p.Dv, FMHA_NAME(out_row)(run, block, r, m), 0);
+        FMHA_NAME(write_lse)(run, block, r, NEGATIVE_INFINITY, 0);
+    }
+    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
+}
+
 static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, REAL *scratch, uint64_t wanted)
 {
+    const fmha_problem *p = &run->p;
+    const int straight = wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
+    const int hopeful = p->additive_mask.data && !FMHA_NAME(rescored)(p) && !block->few.scratch ? FMHA_NAME(hopeful) : 0;
     FMHA_NAME(forward_memory) memory;
-    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, scratch, &memory);
-    FMHA_NAME(begin_item)(&run->p);
-    if (FMHA_NAME(tiny_values)(&run->p, block)) FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
-    else FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, FMHA_NAME(forward_block)(run, block, &memory, wanted == ALL_ROWS ? FMHA_NAME(straight) : 0));
+    FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
+    FMHA_NAME(begin_item)(p);
+    if (block->j0 >= block->j1 && !p->sinks) {
+        FMHA_NAME(empty_rows)(run, item, block, &memory, wanted);
+    } else if (FMHA_NAME(tiny_values)(p, block)) {
+        FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
+    } else {
+        int partly = FMHA_NAME(forward_block)(run, block, &memory, straight | hopeful);
+        if (!FMHA_NAME(is_drowned)(block, memory.peak)) partly = FMHA_NAME(forward_block)(run, block, &memory, straight);
+        FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, partly);
+    }
 }
 
 /* Item: one block of rows of one group. */

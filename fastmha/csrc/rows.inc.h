@@ -46,8 +46,8 @@ static inline void FMHA_NAME(fill)(ptrdiff_t n, REAL *x, REAL value)
  * position keeps its 0 in a row that has met a NaN. Returns trace plus 0 * x, of which the lanes are 0 as long as all x are finite. */
 static inline VEC FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL divisor, REAL *to, VEC trace)
 {
-    if (divisor > 0 && divisor < (REAL)INFINITY) {
-        VEC inverse = v_splat(1 / divisor), zero = v_splat(0);
+    if (divisor >= 0 && divisor < (REAL)INFINITY) {
+        VEC inverse = v_splat(divisor == 0 ? 1 : 1 / divisor), zero = v_splat(0);
         ptrdiff_t j = 0;
         for (; j + LANES <= n; j += LANES) {
             const VEC value = v_load(x + j);
@@ -61,7 +61,7 @@ static inline VEC FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL diviso
     } else {
         for (ptrdiff_t j = 0; j < n; j++) {
             trace = trace + v_splat(x[j] * 0);
-            to[j] = divisor == 0 ? x[j] : x[j] == 0 ? 0 : x[j] / divisor;
+            to[j] = x[j] == 0 ? 0 : x[j] / divisor;
         }
     }
     return trace;

@@ -150,6 +150,27 @@ def test_gradients_over_parts_of_the_keys_add_up_to_those_over_all(isa, dtype, a
     support.assert_close((out, lse, *sums), exact, [len(cuts) * bound for bound in bounds])
 
 
+@dtypes
+@pytest.mark.parametrize("constant", [-2e3, -1e4])
+def test_gradients_over_a_part_that_is_padding_alone_are_those_of_all_keys(isa, dtype, constant, rng):
+    """Rows of which the constant is at every key attend them as if it were not there; the others nothing of that part."""
+    arrays = q, k, v, g = draw(rng, 2, 4, 2, 40, 210, 8, 6, dtype)
+    mask = np.zeros((2, 1, 40, 210), dtype)
+    mask[:, :, :, :100] = mask[:, :, :13] = constant
+    out, lse = fastmha.attention(q, k, v, mask=mask, algorithm="tiled", return_lse=True)
+    sums = [np.zeros_like(x) for x in (q, k, v)]
+    for part in (slice(0, 100), slice(100, 210)):
+        rules = validate.Rules(mask=mask[..., part])
+        problem = validate.attention_problem(q, k[:, :, part], v[:, :, part], "BHLD", rules).of_part()
+        grads = [np.empty(x.shape, dtype) for x in (problem.q, problem.k, problem.v)]
+        backward("tiled", problem, out, lse, g, *grads, 1)
+        for to, grad in zip((sums[0], sums[1][:, :, part], sums[2][:, :, part]), grads, strict=True):
+            to += grad
+    exact, bounds = support.oracle(*arrays, dtype, mask=mask)
+    rounding = np.abs(constant) * eps(dtype)        # of lse, which is what these weights come from
+    support.assert_close(sums, exact[2:], [2 * bound + rounding * 4 for bound in bounds[2:]], ("grad_q", "grad_k", "grad_v"))
+
+
 @all_dtypes
 def test_the_order_of_merging_matters_in_rounding_alone(dtype, rng):
     a, b, c = [tuple(sides(rng, dtype)[:2]) for _ in range(3)]
