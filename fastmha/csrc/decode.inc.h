@@ -702,6 +702,83 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *sc
     FMHA_NAME(round_rows)(run, b, hkv, 0, rows, memory.result, ALL_ROWS);
 }
 
+/* Whether heads have one row on few keys of which nothing is removed, and it is the result of a softmax alone; longer ones come from memory
+ * faster the other way. */
+static inline int FMHA_NAME(few_keys)(const fmha_problem *p, ptrdiff_t rows, int turns)
+{
+    if (rows != 1 || p->Lk == 0 || p->Lk > DECODE_FEW || p->stored != FMHA_SAME || p->element != FMHA_SAME || p->bool_mask.data || p->additive_mask.data) return 0;
+    if (turns && p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) > DECODE_FEW_BYTES) return 0;
+    return !p->banded && !p->key_start && !p->key_length && !FMHA_NAME(rescored)(p) && !p->sinks && p->dropout.factor == 0;
+}
+
+/* to (nv vectors, of which the last may be a part) <- inverse * (weights (1, keys) @ v (keys, columns)), with the sums of values_of. Returns
+ * trace plus 0 * these; first: the first of them, if it is NULL not. */
+INLINED VEC FMHA_NAME(few_values)(const int nv, ptrdiff_t n, ptrdiff_t columns, const REAL *weights, const char *v, ptrdiff_t ldv, VEC inverse,
+                                  REAL *to, REAL *first, VEC trace)
+{
+    VEC total[4];
+    for (ptrdiff_t j = 0; j < n; j += DECODE_STEP) {
+        const ptrdiff_t end = n - j < DECODE_STEP ? n : j + DECODE_STEP;
+        VEC sum[4];
+#pragma GCC unroll 4
+        for (int e = 0; e < nv; e++) sum[e] = v_splat(0);
+        for (ptrdiff_t k = j; k < end; k++, v += ldv) {
+            const VEC weight = v_splat(weights[k]);
+#pragma GCC unroll 4
+            for (int e = 0; e < nv; e++)
+                sum[e] = sum[e] + weight * (nv > 1 ? v_load((const REAL *)v + e * LANES) : v_load_n((const REAL *)v, columns, 0));
+        }
+#pragma GCC unroll 4
+        for (int e = 0; e < nv; e++) total[e] = j ? total[e] + sum[e] : sum[e];
+    }
+    if (first) *first = v_lane(total[0], 0);
+#pragma GCC unroll 4
+    for (int e = 0; e < nv; e++) {
+        trace = trace + total[e] * v_splat(0);
+        if (nv > 1) v_store(to + e * LANES, total[e] * inverse);
+        else v_store_n(to, total[e] * inverse, columns);
+    }
+    return trace;
+}
+
+/* The row of such a head at once, with the same bits: what goes through chunks and merging, and through functions for any number of rows and
+ * keys, takes longer than its arithmetic. Returns 0 where something is unusual: huge or not finite, or so small that terms are missing. Then
+ * it is to be done the other way. A function of its own, whose registers and stack others do not carry. */
+static __attribute__((noinline)) int FMHA_NAME(few_keys_row)(const fmha_run *run, const fmha_item *item, FMHA_NAME(decode_memory) *m)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t n = p->Lk, Dv = p->Dv, b = item->b, h = item->h, size = sizeof(REAL);
+    const FMHA_NAME(streams) from = {
+        .k = FMHA_NAME(stored_row)(p, &p->k, b, h, 0), .ldk = p->k.stride[2] * size,
+        .v = FMHA_NAME(stored_row)(p, &p->v, b, h, 0), .ldv = p->v.stride[2] * size,
+    };
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest), first = 1, *q = m->q, *s = m->scores;
+    FMHA_NAME(fetch_part)(m->next, 0);
+    const VEC squares = FMHA_NAME(pack_row)(FMHA_SAME, p->D, factor, FMHA_NAME(decode_query)(p, b, h, 0), q, v_splat(0));
+    /* scores (1, keys) <- q (1, D) @ k (keys, D).T */
+    if (n <= 2 && LANES > 1) FMHA_NAME(scores_of)(FMHA_SAME, 1, 2, 0, n, p->D, q, &from, s);
+    else FMHA_NAME(scores_of)(FMHA_SAME, 1, DECODE_ABREAST(1), 0, n, p->D, q, &from, s);
+    FMHA_NAME(fetch_part)(m->next, 1);
+    VEC best = v_splat(NEGATIVE_INFINITY), trace = v_splat(0);
+    for (ptrdiff_t e = 0; e < n; e += LANES) best = v_max(v_load_n(s + e, n - e, NEGATIVE_INFINITY), best);
+    const REAL peak = FMHA_NAME(largest)(best), total = FMHA_NAME(exp_row)(n, s, peak, s);
+    FMHA_NAME(fetch_part)(m->next, 2);
+    FMHA_NAME(fetch_part)(m->next, 3);
+    if (!(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1 || !(total >= 1) || peak - peak != 0) return 0;
+    /* out (1, Dv) <- weights (1, keys) @ v (keys, Dv) / total */
+    REAL *out = (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, 0);
+    const VEC inverse = v_splat(1 / total);
+    ptrdiff_t d = 0;
+    for (; d + 4 * LANES <= Dv; d += 4 * LANES)
+        trace = FMHA_NAME(few_values)(4, n, 4 * LANES, s, from.v + d * size, from.ldv, inverse, out + d, d ? NULL : &first, trace);
+    for (; d < Dv; d += LANES)
+        trace = FMHA_NAME(few_values)(1, n, Dv - d, s, from.v + d * size, from.ldv, inverse, out + d, d ? NULL : &first, trace);
+    if (FMHA_NAME(sum)(trace) != 0) return 0;
+    if (first <= 2 * TINY * total && first >= -2 * TINY * total && FMHA_NAME(tiny_row)(Dv, out)) return 0;
+    if (run->lse) ((REAL *)run->lse)[b * p->H + h] = peak + REAL_LOG(total);
+    return 1;
+}
+
 /* Item: chunks of keys of a key/value head; of the only one, what it leaves becomes the result. */
 static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
 {
@@ -723,6 +800,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(begin_item)(p);
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
+    if (FMHA_NAME(few_keys)(p, rows, m.ahead.turns) && FMHA_NAME(few_keys_row)(run, &item, &m)) return;
     if (m.ahead.turns && index + run->threads < fmha_items(&run->cut)) {
         const fmha_item then = fmha_item_of(&run->cut, index + run->threads);
         m.then = FMHA_NAME(stored_row)(p, &p->k, then.b, then.h, then.j0);

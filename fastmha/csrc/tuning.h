@@ -65,6 +65,9 @@
 #define DECODE_KEPT      FMHA_OF(    16,     16,     16,     16,     16)  /* there, vectors of a row of values at most: their sums stay in the first cache meanwhile */
 #define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
 
+#define DECODE_FEW       FMHA_OF(    64,     64,     64,     64,     64)  /* keys up to which the only row of a head is done at once, */
+#define DECODE_FEW_BYTES FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* from memory where its keys and values have up to so many bytes */
+
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
 #define EXP_CHAINS       FMHA_OF(     4,      8,      4,      8,      4)  /* vectors whose exponentials are taken in step: as many as registers hold */

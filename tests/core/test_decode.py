@@ -149,6 +149,76 @@ MASKS = [      # every rule with each kind; what lies or repeats otherwise with 
 ]  # fmt: skip
 
 
+FEW_KEYS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 63, 64, 65)  # one row of a head on up to 64 keys is done at once
+
+
+@dtypes
+@pytest.mark.parametrize("Lk", FEW_KEYS)
+@pytest.mark.parametrize("D", [1, 7, 16, 33, 64, 67])
+def test_one_row_of_a_head_on_few_keys(isa, dtype, D, Lk, rng):
+    check(*draw(rng, 2, 3, 3, 1, Lk, D, 68 - D, dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("Lk", FEW_KEYS)
+def test_one_row_on_few_keys_has_the_bits_of_chunks(isa, dtype, Lk, rng):
+    """Which it goes through under a mask that is not of the keys alone."""
+    for D, Dv in ((5, 70), (64, 64), (67, 1), (130, 33)):
+        q, k, v, _ = draw(rng, 2, 3, 3, 1, Lk, D, Dv, dtype)
+        assert_same(decode(q, k, v), decode(q, k, v, mask=np.zeros((2, 3, 1, Lk), bool)))
+
+
+@dtypes
+@pytest.mark.parametrize("Lk", [1, 5, 20, 64])
+@ill_scaled
+def test_one_row_on_few_keys_at_any_scale(isa, dtype, kind, Lk, rng):
+    check(*(x.astype(dtype) for x in draw_ill_scaled(kind, rng, 2, 3, 3, 1, Lk)))
+
+
+@dtypes
+@pytest.mark.parametrize("Lk", [1, 5, 20, 64])
+@pytest.mark.parametrize("case", ["nan", "inf", "-inf", "largest", "tiny", "zeros", "subnormal"])
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_one_row_on_few_keys_of_any_numbers_is_what_it_is_under_a_mask(isa, dtype, operand, case, Lk, rng):
+    """One that removes nothing, and is not of the keys alone: such rows go through chunks."""
+    info = np.finfo(dtype)
+    numbers = {"largest": info.max / 2, "tiny": info.tiny * 8, "zeros": 0.0, "subnormal": info.smallest_subnormal * 5}
+    value = numbers.get(case, case)
+    for all_of in (False, True):
+        q, k, v, _ = draw(rng, 2, 2, 2, 1, Lk, 20, 19, dtype)
+        x = {"q": q, "k": k, "v": v}[operand]
+        if all_of:
+            x[...] = np.sign(x) * dtype(value)
+        else:
+            x[1, 0, 0, ::7] = dtype(value)
+        expected = decode(q, k, v, mask=np.zeros((2, 2, 1, Lk), bool))
+        for got, wanted in zip(decode(q, k, v), expected, strict=True):
+            most = np.abs(wanted[np.isfinite(wanted)]).max(initial=0)
+            np.testing.assert_allclose(got, wanted, rtol=8 * info.eps, atol=64 * info.eps * most)
+
+
+@dtypes
+@pytest.mark.parametrize("Dv", [0, 5])
+def test_one_row_on_few_keys_whose_scores_are_beyond_numbers(isa, dtype, Dv, rng):
+    q, k, v, _ = draw(rng, 1, 1, 1, 1, 9, 4, Dv, dtype)
+    q[...] = 1
+    for value, wanted in ((-np.inf, -np.inf), (np.inf, np.nan), (np.nan, np.nan)):
+        k[...] = value
+        out, lse = decode(q, k, v)
+        np.testing.assert_array_equal(lse, np.full_like(lse, wanted))
+        np.testing.assert_array_equal(out, np.full_like(out, 0 if np.isinf(wanted) else np.nan))
+
+
+@every_isa
+def test_one_row_of_huge_queries_on_few_subnormal_keys(isa, rng):
+    """Such keys count as 0 elsewhere."""
+    q, k, v, g = draw(rng, 2, 2, 2, 1, 9, 20, 19, np.float32)
+    q *= np.finfo(np.float32).max / 8
+    k *= np.finfo(np.float32).tiny / 16
+    wide, _ = in_float64((q, k, v, g), {})
+    np.testing.assert_allclose(decode(q, k, v)[0], reference.attention(*wide[:3]), rtol=0, atol=1e-5)
+
+
 @dtypes
 @pytest.mark.parametrize(("kind", "rules"), MASKS)
 def test_all_masks_together(isa, dtype, kind, rules, rng):
@@ -345,6 +415,7 @@ PROBLEMS = {
         {"window": (600, 3), "offset": [900, -4, 700], "key_padding_lengths": [1100, 7, 0], "softcap": 2.0},
     ),
     "few keys": ((3, 4, 4, 2, 9, 5, 3), {}),
+    "one row on few keys": ((3, 4, 4, 1, 40, 20, 19), {}),
     # so many chunks that one thread takes several at a time; keys and values of the first are read in turns
     "chunks": ((8, 8, 4, 1, 2100, 64, 64), {}),
     "chunks of three rows": (
