@@ -36,8 +36,8 @@ class Tuning:
     ----------
     decode : tuple of (rows, bytes of a key, bytes of all keys)
         "auto" decodes up to so many query rows of float32 per key/value head, from so many bytes on; the first step for the rows
-        counts, and NEVER bytes of all keys leave its rows to others. A row of float64 counts as two: they fill as much of the
-        vectors of "tiled".
+        counts, and NEVER bytes of all keys leave its rows to others. Several rows of float64 count as twice as many: they fill as
+        much of the vectors of "tiled".
     one_part_forward, one_part_backward, two_parts_forward, two_parts_backward : (rows, keys)
         Query rows per key/value head, and keys, from which on attention in so many bfloat16 parts pays on matrix tiles.
     one_part_products, two_parts_products : (rows, terms)
@@ -68,7 +68,7 @@ class Tuning:
 
     def decode_least(self, rows: int, itemsize: int) -> tuple[int, int] | None:
         """Bytes of a key and of all keys from which on "auto" decodes so many query rows; None: it never does."""
-        float32_rows = rows * 2 if itemsize == 8 else rows
+        float32_rows = rows * 2 if itemsize == 8 and rows > 1 else rows
         for most, of_key, of_keys in self.decode:
             if float32_rows <= most:
                 return (of_key, of_keys) if of_keys < NEVER else None
@@ -78,7 +78,7 @@ class Tuning:
 _FUSED = Tuning(
     # below, what an item costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that
     # "tiled" leaves empty
-    decode=((1, 32, 64), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024),
+    decode=((1, 0, 0), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024),
             (9, 0, NEVER), (10, 512, 12 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
@@ -87,7 +87,7 @@ _FUSED = Tuning(
     attention_by_blas=False, products_by_blas=False,
 )
 _WIDE = replace(_FUSED, decode=(        # more lanes are empty; from 17 rows on those of a second vector
-    (1, 32, 64), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 64, 1024), (6, 128, 4096), (7, 128, 5120), (8, 256, 6144),
+    (1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 64, 1024), (6, 128, 4096), (7, 128, 5120), (8, 256, 6144),
     (9, 512, 24 * 1024), (11, 384, 192 * 1024), (16, 0, NEVER), (20, 512, 64 * 1024)))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there

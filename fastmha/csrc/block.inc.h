@@ -404,7 +404,7 @@ static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int 
     VEC best = v_splat(*most);
     ptrdiff_t k = 0;
     for (; p->mask_element == FMHA_SAME && (step == size || step == -size) && k + LANES <= n; k += LANES) {
-        const VEC some = v_load((const REAL *)(m + k * step) - (back ? LANES - 1 : 0));
+        const VEC some = v_load((const REAL *)(m + k * step) - (step < 0 ? LANES - 1 : 0));
         if (v_any(~v_greater(v_splat(DROWNED_BELOW), some))) break;
         best = v_max(some, best);
     }

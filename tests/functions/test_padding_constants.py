@@ -45,6 +45,11 @@ def constants(dtype):
     return [least, least / 2, -1e4, -1e3, -50.0] if dtype != np.float16 else [least, -1e4, -1e3, -50.0]
 
 
+def reversed_in_memory(mask):
+    """The same mask, its last axis with a negative stride."""
+    return np.ascontiguousarray(mask[..., ::-1])[..., ::-1]
+
+
 def constant_mask(removed, constant, dtype):
     return np.where(removed, constant, 0).astype(dtype)
 
@@ -56,6 +61,8 @@ def test_masks_of_keys_follow_the_oracle_with_any_constant(isa, dtype, algorithm
     arrays = draw(rng, 3, 4, 2, 37, 230, 8, 5, dtype)
     removed = padding(kind, 3, 230)
     check(*arrays, mask=removed, algorithm=algorithm)
+    check(*arrays, mask=reversed_in_memory(removed), algorithm=algorithm)
+    check(*arrays, mask=reversed_in_memory(constant_mask(removed, -np.inf, dtype)), algorithm=algorithm)
     for constant in [-np.inf, *constants(dtype)]:
         check(*arrays, mask=constant_mask(removed, constant, dtype), algorithm=algorithm)
 
@@ -70,7 +77,8 @@ def test_a_constant_that_drowns_keys_gives_the_bits_of_minus_infinity(isa, dtype
         removed = padding(kind, 3, Lk)
         wanted = run(fastmha, *arrays, mask=constant_mask(removed, -np.inf, dtype), algorithm="tiled", threads=threads)
         for constant in constants(dtype)[:3]:
-            for mask in (constant_mask(removed, constant, dtype), constant_mask(np.repeat(removed, Lq, axis=2), constant, dtype)):
+            of_keys, of_pairs = (constant_mask(x, constant, dtype) for x in (removed, np.repeat(removed, Lq, axis=2)))
+            for mask in (of_keys, of_pairs, reversed_in_memory(of_keys), reversed_in_memory(of_pairs)):
                 assert_same(run(fastmha, *arrays, mask=mask, algorithm="tiled", threads=threads), wanted)
 
 
