@@ -401,13 +401,19 @@ static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) 
 static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int back, ptrdiff_t n, REAL *most)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element), step = (back ? -size : size) * p->additive_mask.stride[3];
+    const ptrdiff_t lowest = step < 0 ? (1 - LANES) * size : 0, whole = step == size || step == -size ? n / LANES * LANES : 0;
     VEC best = v_splat(*most);
     ptrdiff_t k = 0;
-    for (; p->mask_element == FMHA_SAME && (step == size || step == -size) && k + LANES <= n; k += LANES) {
-        const VEC some = v_load((const REAL *)(m + k * step) - (step < 0 ? LANES - 1 : 0));
-        if (v_any(~v_greater(v_splat(DROWNED_BELOW), some))) break;
-        best = v_max(some, best);
+#define LOW_MASKS(type) \
+    for (; k < whole; k += LANES) { \
+        const VEC some = FMHA_NAME(stored_load)(type, m + k * step + lowest); \
+        if (v_any(~v_greater(v_splat(DROWNED_BELOW), some))) break; \
+        best = v_max(some, best); \
     }
+    if (p->mask_element == FMHA_HALF) { LOW_MASKS(FMHA_HALF) }
+    else if (p->mask_element == FMHA_BFLOAT) { LOW_MASKS(FMHA_BFLOAT) }
+    else { LOW_MASKS(FMHA_SAME) }
+#undef LOW_MASKS
     *most = FMHA_NAME(largest)(best);
     for (; k < n; k++) {
         const REAL one = FMHA_NAME(stored_value)(p->mask_element, m + k * step);
@@ -418,13 +424,14 @@ static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int 
 }
 
 /* Of n keys from key j on so many, the first and the last ones, of all of whose pairs an additive mask is so low, in whole steps. Returns the
- * most it is of them, or somewhat more. */
+ * most it is of them, or somewhat more. Of a mask that no vectors can read, one for each query, it takes too long to ask. */
 static REAL FMHA_NAME(low_ends)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, ptrdiff_t *ahead, ptrdiff_t *behind)
 {
     const fmha_array *mask = &p->additive_mask;
+    const int of_keys = fmha_of_keys(mask);
     REAL most = NEGATIVE_INFINITY;
-    *ahead = *behind = n;
-    for (ptrdiff_t r = 0; r < (fmha_of_keys(mask) ? 1 : block->rows) && *ahead + *behind > 0; r++) {
+    *ahead = *behind = of_keys || mask->stride[3] == 1 || mask->stride[3] == -1 ? n : 0;
+    for (ptrdiff_t r = 0; r < (of_keys ? 1 : block->rows) && *ahead + *behind > 0; r++) {
         const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, FMHA_NAME(stored_size)(p->mask_element));
         *ahead = FMHA_NAME(low_masks)(p, m, 0, *ahead, &most);
         m = FMHA_NAME(mask_row_at)(mask, block, r, j + n - 1, FMHA_NAME(stored_size)(p->mask_element));

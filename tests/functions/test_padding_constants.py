@@ -18,6 +18,7 @@ from support import (
     check,
     draw,
     dtypes,
+    halves,
     in_float64,
     run,
     same_bits,
@@ -80,6 +81,19 @@ def test_a_constant_that_drowns_keys_gives_the_bits_of_minus_infinity(isa, dtype
             of_keys, of_pairs = (constant_mask(x, constant, dtype) for x in (removed, np.repeat(removed, Lq, axis=2)))
             for mask in (of_keys, of_pairs, reversed_in_memory(of_keys), reversed_in_memory(of_pairs)):
                 assert_same(run(fastmha, *arrays, mask=mask, algorithm="tiled", threads=threads), wanted)
+
+
+@halves
+@kinds
+def test_constants_of_half_precision_drown_keys_in_masks_of_keys_and_of_pairs(isa, dtype, kind, rng):
+    arrays = draw(rng, 3, 2, 1, 70, 450, 8, 16, dtype)
+    removed = padding(kind, 3, 450)
+    wanted = run(fastmha, *arrays, mask=constant_mask(removed, -np.inf, dtype), algorithm="tiled")
+    of_keys = constant_mask(removed, constants(dtype)[0], dtype)
+    of_pairs = np.repeat(of_keys, 70, axis=2)
+    apart = np.repeat(of_pairs, 2, axis=3)[..., ::2]
+    for mask in (of_keys, of_pairs, reversed_in_memory(of_keys), reversed_in_memory(of_pairs), apart):
+        assert_same(run(fastmha, *arrays, mask=mask, algorithm="tiled"), wanted)
 
 
 @dtypes
