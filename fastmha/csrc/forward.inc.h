@@ -258,6 +258,7 @@ static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, 
     ptrdiff_t ahead, behind, ld;
     const REAL most = FMHA_NAME(low_ends)(p, block, *j, *n, &ahead, &behind);
     REAL k = 0, v = 0;
+    if (ahead + behind == 0) return;
     for (int end = 0; end < 2; end++) {
         const ptrdiff_t many = end ? behind : ahead, from = end ? *j + *n - behind : *j;
         const REAL *rows = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, from, many, p->D, converted, &ld);
@@ -265,7 +266,6 @@ static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, 
         rows = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, from, many, p->Dv, converted, &ld);
         v += FMHA_NAME(power)(many, p->Dv, rows, ld);
     }
-    if (ahead + behind == 0) return;
     const REAL scores = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, packed, 0), k, v);
     if (scores == (REAL)INFINITY) return;
     if (scores > block->drowned) block->drowned = scores;
@@ -558,7 +558,7 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
 {
     const fmha_problem *p = &run->p;
     const int straight = wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
-    const int hopeful = p->additive_mask.data && !FMHA_NAME(rescored)(p) && !block->few.scratch ? FMHA_NAME(hopeful) : 0;
+    const int hopeful = p->additive_mask.data && !FMHA_NAME(rescored)(p) ? FMHA_NAME(hopeful) : 0;
     FMHA_NAME(forward_memory) memory;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(p);
