@@ -706,9 +706,8 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *sc
  * faster the other way. */
 static inline int FMHA_NAME(few_keys)(const fmha_problem *p, ptrdiff_t rows, int turns)
 {
-    if (rows != 1 || p->Lk == 0 || p->Lk > DECODE_FEW || p->stored != FMHA_SAME || p->element != FMHA_SAME || p->bool_mask.data || p->additive_mask.data) return 0;
-    if (turns && p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) > DECODE_FEW_BYTES) return 0;
-    return !p->banded && !p->key_start && !p->key_length && !FMHA_NAME(rescored)(p) && !p->sinks && p->dropout.factor == 0;
+    if (rows != 1 || p->Lk == 0 || p->Lk > DECODE_FEW || !FMHA_NAME(plain_rows)(p) || p->banded || p->key_start || p->key_length) return 0;
+    return !turns || p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) <= DECODE_FEW_BYTES;
 }
 
 /* to (nv vectors, of which the last may be a part) <- inverse * (weights (1, keys) @ v (keys, columns)), with the sums of values_of. Returns
@@ -786,6 +785,8 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     const fmha_problem *p = &run->p;
     const fmha_item item = fmha_item_of(&run->cut, index);
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS);
+    FMHA_NAME(begin_item)(p);
+    if (FMHA_NAME(may_be_copied)(run) && FMHA_NAME(one_key)(run, item.b, item.h, 0, item.rows)) return;
     FMHA_NAME(decode_memory) m;
     FMHA_NAME(chunk) result;
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
@@ -797,7 +798,6 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     ptrdiff_t end = item.j0 + item.cols, low, high;
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);
     if (end > high) end = high;
-    FMHA_NAME(begin_item)(p);
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
     if (FMHA_NAME(few_keys)(p, rows, m.ahead.turns) && FMHA_NAME(few_keys_row)(run, &item, &m)) return;

@@ -573,13 +573,58 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     }
 }
 
+/* Whether rows are results of a softmax of products alone, in REAL, of all keys that causality, windows, lengths and ranges leave. */
+static inline int FMHA_NAME(plain_rows)(const fmha_problem *p)
+{
+    return p->stored == FMHA_SAME && p->element == FMHA_SAME && p->parts == 0 && !p->bool_mask.data && !p->additive_mask.data &&
+           !FMHA_NAME(rescored)(p) && !p->sinks && p->dropout.factor == 0;
+}
+
+/* Whether one_key may serve. */
+static inline int FMHA_NAME(may_be_copied)(const fmha_run *run) { return run->p.Lk == 1 && !run->lse && FMHA_NAME(plain_rows)(&run->p); }
+
+/* Stacked rows first .. first+rows of a group of such where there is one key, without lse: its weight is 1 as long as the score is finite,
+ * and that the sizes of q and k say without the score. Returns 0, and has written nothing, where a row does not attend the key, where something
+ * is huge or not finite, and where the value is so small that it may count as 0. The same bits. */
+static __attribute__((noinline)) int FMHA_NAME(one_key)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t rows)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t Dv = p->Dv, head = hkv * (p->H / p->Hkv), along = p->Lq == 1 ? 1 : 2;      /* the axis on which rows follow each other */
+    const REAL *k = (const REAL *)FMHA_NAME(stored_row)(p, &p->k, b, hkv, 0), *v = (const REAL *)FMHA_NAME(stored_row)(p, &p->v, b, hkv, 0);
+    for (ptrdiff_t r = 0; (p->banded || p->key_start || p->key_length) && r < rows; r++) {
+        ptrdiff_t low, high;
+        fmha_row_keys(p, b, (first + r) % p->Lq, &low, &high);
+        if (low >= high) return 0;
+    }
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest), power = 0;
+    VEC trace = v_splat(0);
+    for (ptrdiff_t d = 0; d < Dv; d += LANES) trace = trace + v_load_n(v + d, Dv - d, 0) * v_splat(0);
+    if (rest != 1 || FMHA_NAME(sum)(trace) != 0 || FMHA_NAME(tiny_row)(Dv, v) || !(FMHA_NAME(power)(1, p->D, k, 0) < HUGE_POWER)) return 0;
+    for (ptrdiff_t r = 0, many; r < rows; r += many) {
+        const ptrdiff_t h = head + (first + r) / p->Lq, i = (first + r) % p->Lq, left = along == 1 ? rows : p->Lq - i;
+        many = left < rows - r ? left : rows - r;
+        power += FMHA_NAME(power)(many, p->D, (const REAL *)FMHA_NAME(row_in)(FMHA_SAME, &p->q, b, h, i), p->q.stride[along]);
+    }
+    if (!(power * factor * factor < HUGE_POWER)) return 0;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        REAL *out = (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, head + (first + r) / p->Lq, (first + r) % p->Lq);
+        for (ptrdiff_t d = 0; d < Dv; d += LANES) v_store_n(out + d, v_splat(0) + v_load_n(v + d, Dv - d, 0), Dv - d);
+    }
+    return 1;
+}
+
 /* Item: one block of rows of one group. */
 static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
-    FMHA_NAME(rows) block;
-    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    const fmha_item item = fmha_item_of(&run->cut, index);
     if (item.rows == 0) return;
+    if (FMHA_NAME(may_be_copied)(run)) {
+        FMHA_NAME(begin_item)(&run->p);
+        if (FMHA_NAME(one_key)(run, item.b, item.h, item.i0, item.rows)) return;
+    }
+    FMHA_NAME(rows) block;
+    FMHA_NAME(block_rows)(&run->p, &block, item.b, item.h, item.i0, item.rows);
     FMHA_NAME(next) next;
     block.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 0, &next);
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
