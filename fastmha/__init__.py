@@ -45,7 +45,7 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
     past one process, imported by nobody here: parallel/, by MPI, heads dealt to ranks on multihead.py, tokens on merging.py,
     cache.py and what functional.py stands on; its own map is in its `__init__`
 
-    beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference.py (the specification in plain NumPy),
+    beside them: masks.py (mask builders), analysis.py (FLOPs, bytes), reference/ (the specification in plain NumPy),
     config.py (show_config), plot.py (pictures of weights and of memory), study/ (the memory-layout study and its command),
     tune.py (measures what tuning.py holds, as the study times)
 """

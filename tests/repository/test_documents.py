@@ -101,7 +101,7 @@ def stands_in(lines, source):
     return any(of_source[i : i + len(lines)] == lines for i in range(len(of_source)))
 
 
-REFERENCE = Path(fastmha.reference.__file__).read_text(encoding="utf-8")
+REFERENCE = "\n".join(file.read_text(encoding="utf-8") for file in Path(fastmha.reference.__file__).parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("name", TEXTS)

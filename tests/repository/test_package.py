@@ -370,13 +370,16 @@ def test_public_methods_have_docstrings(owner):
 
 def test_the_map_names_every_file():
     """The picture in the package's docstring is of the files that there are."""
-    for name in MODULES[1:]:
-        assert f"{name.split('.')[1]}.py" in fastmha.__doc__, name
+    for name in (module.split(".")[1] for module in MODULES[1:]):
+        is_file = Path(fastmha.__file__).with_name(f"{name}.py").exists()
+        assert (f"{name}.py" if is_file else f"{name}/") in fastmha.__doc__
     for name in re.findall(r"(\w+)\.py\b", fastmha.__doc__):
         assert f"fastmha.{name}" in MODULES
     found = re.findall(r"(\w+)\.py\b", fastmha.parallel.__doc__)
     assert sorted(f"fastmha.parallel.{name}" for name in found) == sorted(PARALLEL)
-    for folder in ("parallel", "study"):
+    files = {file.stem for file in Path(fastmha.reference.__file__).parent.glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"(\w+)\.py\b", fastmha.reference.__doc__)) == files
+    for folder in ("parallel", "reference", "study"):
         assert f"{folder}/" in fastmha.__doc__
 
 
