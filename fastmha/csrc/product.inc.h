@@ -96,8 +96,9 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
 #define BESIDE(init) \
     (!beside ? NULL : (init) & FMHA_FETCH_ROWS ? beside + r * ld_beside : \
      FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES : r == 0 ? beside + done * FMHA_VECTOR_BYTES : NULL)
+/* 8 rows are two tiles of 4: in one of 2 behind one of 6, each step would wait for the sums of the one before. */
 #define MICRO(mr, nv) \
-    for (; rows - r >= (mr); r += (mr)) \
+    for (; rows - r >= (mr) && !((mr) == 6 && rows - r == 8); r += (mr)) \
         FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
                          FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \
                          ld_beside, results, results ? results->width - done * LANES : 0)
