@@ -102,9 +102,10 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
         FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
                          FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \
                          ld_beside, results, results ? results->width - done * LANES : 0)
-/* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two. */
+/* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two, and so are 8 of two vectors. */
 #define MICRO_PANEL(nv) \
-    case nv: MICRO(MICRO_ROWS(nv), nv); MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
+    case nv: MICRO(MICRO_ROWS(nv), nv); if ((nv) == 2 && MICRO_SUMS >= 16) MICRO(8, nv); \
+             MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
 
 /* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1; b may
  * be stored in another type. */
@@ -112,7 +113,9 @@ INLINED void FMHA_NAME(product_of)(const int type, const int init, ptrdiff_t row
                                    ptrdiff_t a_row, ptrdiff_t a_step, const char *b0, ptrdiff_t ldb, REAL *c0, ptrdiff_t ldc,
                                    const REAL *scale, const char *beside, ptrdiff_t ld_beside, FMHA_NAME(results) *results)
 {
-    ptrdiff_t vectors = columns / LANES, panels = (vectors + MICRO_VECTORS - 1) / MICRO_VECTORS, done = 0;
+    /* 8 rows are one tile of up to 3 vectors: b, which lies in the second cache or beyond, is read once, not twice. */
+    const ptrdiff_t most = rows == 8 && MICRO_ROWS(3) == 8 && columns > MICRO_VECTORS * LANES ? 3 : MICRO_VECTORS;
+    ptrdiff_t vectors = columns / LANES, panels = (vectors + most - 1) / most, done = 0;
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
         ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
         const char *b = b0 + done * LANES * FMHA_NAME(stored_size)(type);
