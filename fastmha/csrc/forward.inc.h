@@ -372,6 +372,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     block->drowned = NEGATIVE_INFINITY;
     FMHA_NAME(begin_run)(p, block, 0, &sums);
     int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
+    if (p->sinks) purpose &= ~FMHA_NAME(straight);      /* totals of later runs lack them */
     for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->j1; j += FMHA_RUN_KEYS) {
         if (!FMHA_NAME(meets_run)(block, j)) continue;
         FMHA_NAME(begin_run)(p, block, j, &m->run);

@@ -1,6 +1,6 @@
 """All rules of a call crossed at random: every algorithm forward with every one backward, against the float64 reference.
 
-Lengths lie around the edges of blocks (64 rows) and tiles (192 keys). The bits must not depend on the threads.
+Lengths lie around the edges of blocks (64 rows), tiles (192 keys) and runs (768 keys). The bits must not depend on the threads.
 """
 
 import numpy as np
@@ -24,6 +24,7 @@ from support import (
 import fastmha
 
 LENGTHS = st.one_of(st.integers(1, 70), st.sampled_from([1, 2, 63, 64, 65, 191, 192, 193, 200]))
+KEYS = st.one_of(LENGTHS, st.sampled_from([767, 769, 1000, 1540]))
 WIDTHS = st.sampled_from([1, 3, 5, 8, 16, 17])
 HEADS = st.sampled_from([(1, 1), (2, 1), (6, 2), (3, 3)])
 SHAPES = ("Lq Lk", "1 1 Lq Lk", "B 1 1 Lk", "1 H Lq Lk", "B H Lq Lk", "1 H 1 1", "1 1 Lq 1", "B 1 Lq 1", "1 1 1 1", "view")
@@ -73,7 +74,7 @@ ANY = st.tuples(*(st.booleans() for _ in NAMES)).map(lambda chosen: {name for na
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(1, 3), HEADS, LENGTHS, LENGTHS, WIDTHS, WIDTHS, ANY, MASKS,
+    st.integers(0, 2**32), st.integers(1, 3), HEADS, LENGTHS, KEYS, WIDTHS, WIDTHS, ANY, MASKS,
     st.sampled_from((*DTYPES, *HALVES)), st.sampled_from(LAYOUTS), st.sampled_from(ISAS),
 )  # fmt: skip
 def test_every_rule_with_every_other_in_every_pair_of_algorithms(seed, B, heads, Lq, Lk, D, Dv, names, mask, dtype, layout, isa):
