@@ -178,7 +178,7 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
 {
     const fmha_problem *p = &w->run->p;
     REAL *slope = p->softcap != 0 ? w->m.slopes : NULL;
-    int touched = FMHA_NAME(touched)(p, block, j, n);
+    int touched = FMHA_NAME(touched)(block, j, n);
     *masked = touched || FMHA_NAME(rescored)(p);
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
@@ -550,17 +550,19 @@ static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, ptrdi
     }
 }
 
-/* Of keys low .. high of a tile, those are left out, the first and the last ones, that an additive mask drowns beside keys that it leaves the
- * rows, by their lse: P is 0 at all of them. */
-static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t *low,
+/* Of keys low .. high of a tile, those are left out that an additive mask drowns beside keys that it leaves the rows, by their lse: P is 0 at
+ * all of them. Of each row those at its ends, if the mask is 0 at the others, else the first and the last ones that are so for all rows. */
+static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t *low,
                                            ptrdiff_t *high)
 {
     const fmha_problem *p = &w->run->p;
-    if (!p->additive_mask.data || FMHA_NAME(rescored)(p) || block->few.scratch || *packed->kind != 0) return;
+    if (!block->additive || FMHA_NAME(rescored)(p) || block->few.scratch || *packed->kind != 0) return;
     const ptrdiff_t n = *high - *low;
-    ptrdiff_t ahead, behind;
-    REAL least = (REAL)INFINITY;
-    const REAL most = FMHA_NAME(low_ends)(p, block, *low, n, &ahead, &behind);
+    ptrdiff_t ahead, behind, from[BLOCK_ROWS], to[BLOCK_ROWS];
+    REAL least = (REAL)INFINITY, most;
+    const int runs = FMHA_NAME(low_runs)(p, block, *low, *high, 1, from, to, &most);
+    if (runs) ahead = n, behind = 0;
+    else most = FMHA_NAME(low_ends)(p, block, *low, n, &ahead, &behind);
     if (ahead + behind == 0) return;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (packed->delta[r] - packed->delta[r] != 0 || packed->shift[r] != packed->shift[r]) return;
@@ -574,6 +576,12 @@ static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, const FMHA_NA
     const REAL of_keys = FMHA_NAME(power)(ahead, p->D, tile.k, tile.ldk) + FMHA_NAME(power)(behind, p->D, k, tile.ldk);
     const REAL of_values = FMHA_NAME(power)(ahead, p->Dv, tile.v, tile.ldv) + FMHA_NAME(power)(behind, p->Dv, v, tile.ldv);
     if (!(least > FMHA_NAME(drowned_scores)(most, q, of_keys, (1 + g) * (1 + of_values)))) return;
+    if (runs) {
+        FMHA_NAME(take_runs)(p, block, from, to);
+        ahead = block->j0 > *low ? block->j0 - *low : 0;
+        behind = block->j1 < *high ? *high - block->j1 : 0;
+        if (block->j0 >= block->j1) ahead = n, behind = 0;
+    }
     *low += ahead;
     *high -= behind;
 }
@@ -589,7 +597,7 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     const fmha_problem *p = &run->p;
     ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
     REAL *s = w->m.scores, *g = w->m.grad_scores;
-    int masked, touched = FMHA_NAME(touched)(p, block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, 0, &masked);
+    int masked, touched = FMHA_NAME(touched)(block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, 0, &masked);
     if (banded < 0 && first) {
         memset(grad_k, 0, (size_t)(n * width) * sizeof(REAL));
         memset(grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));

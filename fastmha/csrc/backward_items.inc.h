@@ -226,7 +226,12 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         if (low >= high) continue;
         const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
         if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
-        if (!x->matrix) FMHA_NAME(leave_out_gradients)(&x->w, &block, &own, &low, &high);
+        if (!x->matrix) {
+            FMHA_NAME(mask_rows)(p, &block, low, high);
+            if (block.j0 > low) low = block.j0;
+            if (block.j1 < high) high = block.j1;
+            if (low < high) FMHA_NAME(leave_out_gradients)(&x->w, &block, &own, &low, &high);
+        }
         if (low < high) {
             REAL *of_keys, *of_values;
             const int begins = FMHA_NAME(sums_of_block)(x, &sums, &of_keys, &of_values), writes = begins && !x->matrix && high - low == n;

@@ -34,8 +34,10 @@ typedef struct {
 /* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
 typedef struct {
     ptrdiff_t b, hkv, rows, queries, width, value_width;    /* widths in whole vectors */
-    ptrdiff_t j0, j1;                   /* keys that any row attends */
-    ptrdiff_t common0, common1;         /* keys that no causality, window or length removes from any row */
+    ptrdiff_t j0, j1;                   /* keys that any row attends, */
+    ptrdiff_t met0, met1;               /* and those that masks aside it would */
+    int boolean, additive;              /* whether masks say more than the keys of each row below */
+    ptrdiff_t common0, common1;         /* keys that no causality, window or length, nor what mask_rows made of masks, removes from any row */
     ptrdiff_t head[BLOCK_ROWS], query[BLOCK_ROWS];
     ptrdiff_t row0[BLOCK_ROWS], row1[BLOCK_ROWS];           /* keys of each row */
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
@@ -91,6 +93,32 @@ static inline int FMHA_NAME(is_beside)(const fmha_problem *p, ptrdiff_t b, ptrdi
     return low >= j + n || high <= j;
 }
 
+/* The keys of vectors of rows, and of the block, by those of each row. */
+static void FMHA_NAME(rows_together)(const fmha_problem *p, FMHA_NAME(rows) *block)
+{
+    block->j0 = block->common1 = p->Lk;
+    block->j1 = block->common0 = 0;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        ptrdiff_t any0 = p->Lk, any1 = 0, all0 = 0, all1 = p->Lk;
+        for (ptrdiff_t r = v * LANES; r < (v + 1) * LANES && r < block->rows; r++) {
+            if (block->row0[r] > all0) all0 = block->row0[r];
+            if (block->row1[r] < all1) all1 = block->row1[r];
+            if (block->row0[r] >= block->row1[r]) continue;
+            if (block->row0[r] < any0) any0 = block->row0[r];
+            if (block->row1[r] > any1) any1 = block->row1[r];
+        }
+        block->any0[v] = any0;
+        block->any1[v] = any1;
+        block->all0[v] = all0;
+        block->all1[v] = all1;
+        if (any0 < block->j0) block->j0 = any0;
+        if (any1 > block->j1) block->j1 = any1;
+        if (all0 > block->common0) block->common0 = all0;
+        if (all1 < block->common1) block->common1 = all1;
+    }
+    if (block->j0 > block->j1) block->j0 = block->j1 = 0;
+}
+
 static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first,
                                   ptrdiff_t rows)
 {
@@ -100,15 +128,13 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->rows = rows;
     block->few = (FMHA_NAME(few)){.scratch = NULL};
     block->written = 0;
+    block->boolean = p->bool_mask.data != NULL;
+    block->additive = p->additive_mask.data != NULL;
     block->values = NULL;
     block->next = NULL;
     block->queries = ROUND_UP(rows, LANES);
     block->width = ROUND_UP(p->D, LANES);
     block->value_width = ROUND_UP(p->Dv, LANES);
-    block->j0 = p->Lk;
-    block->j1 = 0;
-    block->common0 = 0;
-    block->common1 = p->Lk;
     for (ptrdiff_t r = 0; r < rows; r++) {
         block->head[r] = h;
         block->query[r] = i;
@@ -130,38 +156,17 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
         block->common1 = high;
         block->j0 = low < high ? low : 0;
         block->j1 = low < high ? high : 0;
-        return;
-    }
-    if (FMHA_NAME(band_rows)(p, block)) return;
-    for (ptrdiff_t r = 0; r < block->queries; r++) {
-        low = 0, high = p->Lk;
-        if (r < rows) {
-            fmha_row_keys(p, b, block->query[r], &low, &high);
-            if (low < high) {
-                if (low < block->j0) block->j0 = low;
-                if (high > block->j1) block->j1 = high;
-            }
-            if (low > block->common0) block->common0 = low;
-            if (high < block->common1) block->common1 = high;
+    } else if (!FMHA_NAME(band_rows)(p, block)) {
+        for (ptrdiff_t r = 0; r < block->queries; r++) {
+            low = 0, high = p->Lk;
+            if (r < rows) fmha_row_keys(p, b, block->query[r], &low, &high);
+            block->row0[r] = low;
+            block->row1[r] = high;
         }
-        block->row0[r] = low;
-        block->row1[r] = high;
+        FMHA_NAME(rows_together)(p, block);
     }
-    if (block->j0 > block->j1) block->j0 = block->j1 = 0;
-    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
-        ptrdiff_t any0 = p->Lk, any1 = 0, all0 = 0, all1 = p->Lk;
-        for (ptrdiff_t r = v * LANES; r < (v + 1) * LANES && r < rows; r++) {
-            if (block->row0[r] > all0) all0 = block->row0[r];
-            if (block->row1[r] < all1) all1 = block->row1[r];
-            if (block->row0[r] >= block->row1[r]) continue;
-            if (block->row0[r] < any0) any0 = block->row0[r];
-            if (block->row1[r] > any1) any1 = block->row1[r];
-        }
-        block->any0[v] = any0;
-        block->any1[v] = any1;
-        block->all0[v] = all0;
-        block->all1[v] = all1;
-    }
+    block->met0 = block->j0;
+    block->met1 = block->j1;
 }
 
 /* The keys of each vector that are at work in the tile [j, j + n), their ends multiples of `step` keys from j (or n).
@@ -363,9 +368,9 @@ static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdif
 static inline int FMHA_NAME(rescored)(const fmha_problem *p) { return p->softcap != 0 || p->alibi != NULL; }
 
 /* Whether masks or ranges touch the tile of keys [j, j + n). */
-static inline int FMHA_NAME(touched)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
+static inline int FMHA_NAME(touched)(const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
-    return p->bool_mask.data || p->additive_mask.data || j < block->common0 || j + n > block->common1;
+    return block->boolean || block->additive || j < block->common0 || j + n > block->common1;
 }
 
 /* Where a mask's row for row r of the block starts, at key j. */
@@ -382,7 +387,7 @@ static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) 
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
     for (int boolean = 0; boolean < 2; boolean++) {
         const fmha_array *mask = boolean ? &p->bool_mask : &p->additive_mask;
-        if (!mask->data) continue;
+        if (!(boolean ? block->boolean : block->additive)) continue;
         ptrdiff_t rows = mask->stride[1] == 0 && mask->stride[2] == 0 ? 1 : block->rows, step = mask->stride[3], r = 0, k = n;
         for (; r < rows && k == n; r++) {
             const char *m = FMHA_NAME(mask_row_at)(mask, block, r, j, boolean ? 1 : size);
@@ -479,6 +484,14 @@ static inline uint32_t FMHA_NAME(bits_of)(const char *m, ptrdiff_t step, ptrdiff
     uint32_t bits = 0;
 #if defined(X86_OP)
     ptrdiff_t back = MASK_KEYS - n;
+    if (step == 1 && back > before && n >= 8) {     /* two ends that overlap */
+        const ptrdiff_t part = n >= 16 ? 16 : 8;
+        __m128i low = _mm_loadl_epi64((const __m128i *)m), high = _mm_loadl_epi64((const __m128i *)(m + n - 8));
+        if (n >= 16) low = _mm_loadu_si128((const __m128i *)m), high = _mm_loadu_si128((const __m128i *)(m + n - 16));
+        const uint32_t first = ~(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(low, _mm_setzero_si128())) & (((uint32_t)1 << part) - 1);
+        const uint32_t last = ~(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(high, _mm_setzero_si128())) & (((uint32_t)1 << part) - 1);
+        return first | last << (n - part);
+    }
     if (step == 1 && back <= before) {
 #if FMHA_VECTOR_BYTES >= 32
         __m256i bytes = _mm256_loadu_si256((const __m256i *)(m - back));
@@ -504,6 +517,121 @@ static inline uint32_t FMHA_NAME(bits_of)(const char *m, ptrdiff_t step, ptrdiff
     (void)before;
     for (ptrdiff_t k = 0; k < n; k++) bits |= (uint32_t)(m[k * step] != 0) << k;
     return bits;
+}
+
+/* The run of keys from the first to the last one that a row of a mask leaves, and whether the mask says nothing else of it. */
+typedef struct {
+    ptrdiff_t from, to;
+    int whole;
+} FMHA_NAME(key_run);
+
+static FMHA_NAME(key_run) FMHA_NAME(boolean_run)(const char *m, ptrdiff_t low, ptrdiff_t high)
+{
+    FMHA_NAME(key_run) run = {low, low, 1};
+    ptrdiff_t left = 0;
+    for (ptrdiff_t k = low; k < high; k += MASK_KEYS) {
+        const ptrdiff_t n = high - k < MASK_KEYS ? high - k : MASK_KEYS;
+        const uint32_t some = ~FMHA_NAME(bits_of)(m + k, 1, n, k) & (uint32_t)(((uint64_t)1 << n) - 1);
+        if (!some) continue;
+        if (left == 0) run.from = k + __builtin_ctz(some);
+        run.to = k + MASK_KEYS - __builtin_clz(some);
+        left += __builtin_popcount(some);
+    }
+    run.whole = left == run.to - run.from;
+    return run;
+}
+
+#define ALL_ARE(what, at) !v_any(~v_equal(FMHA_NAME(stored_load)(type, m + (at) * size), v_splat(what)))
+#define ONE_IS(what, at) (FMHA_NAME(stored_value)(type, m + (at) * size) == (what))
+INLINED int FMHA_NAME(zeros)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    while (from + LANES <= to && ALL_ARE(0, from)) from += LANES;
+    while (from < to && ONE_IS(0, from)) from++;
+    return from == to;
+}
+
+INLINED FMHA_NAME(key_run) FMHA_NAME(additive_run)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    while (from + LANES <= to && ALL_ARE(NEGATIVE_INFINITY, from)) from += LANES;
+    while (from < to && ONE_IS(NEGATIVE_INFINITY, from)) from++;
+    while (to - LANES >= from && ALL_ARE(NEGATIVE_INFINITY, to - LANES)) to -= LANES;
+    while (to > from && ONE_IS(NEGATIVE_INFINITY, to - 1)) to--;
+    return (FMHA_NAME(key_run)){from, to, FMHA_NAME(zeros)(type, m, from, to)};
+}
+#undef ALL_ARE
+#undef ONE_IS
+
+#define OF_MASK(name, ...) \
+    (p->mask_element == FMHA_HALF ? FMHA_NAME(name)(FMHA_HALF, __VA_ARGS__) \
+     : p->mask_element == FMHA_BFLOAT ? FMHA_NAME(name)(FMHA_BFLOAT, __VA_ARGS__) : FMHA_NAME(name)(FMHA_SAME, __VA_ARGS__))
+
+/* Masks that leave each row of a block a run of keys, as those of causality and padding do: of [first, last), which is all that the block is
+ * asked for afterwards, these runs become the keys of the rows, and a mask that says no more is not read again. At a row where that would
+ * gain nothing it is given up. */
+static __attribute__((noinline)) void FMHA_NAME(mask_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t first, ptrdiff_t last)
+{
+    int some = 0;
+    for (int boolean = 1; boolean >= 0; boolean--) {
+        const fmha_array *mask = boolean ? &p->bool_mask : &p->additive_mask;
+        const char *before = NULL;
+        FMHA_NAME(key_run) run = {0, 0, 1};
+        ptrdiff_t r = 0, low = 0, high = 0;
+        int whole = 1;
+        if (!mask->data || mask->stride[3] != 1) continue;
+        for (; r < block->rows; r++) {
+            const char *m = FMHA_NAME(mask_row_at)(mask, block, r, 0, boolean ? 1 : FMHA_NAME(stored_size)(p->mask_element));
+            const ptrdiff_t from = block->row0[r] > first ? block->row0[r] : first, to = block->row1[r] < last ? block->row1[r] : last;
+            if (from >= to) continue;
+            if (m != before || from != low || to != high)
+                run = boolean ? FMHA_NAME(boolean_run)(m, from, to) : OF_MASK(additive_run, m, from, to);
+            before = m;
+            low = from;
+            high = to;
+            if (!run.whole && run.from == from && run.to == to) break;
+            whole &= run.whole;
+            some = 1;
+            block->row0[r] = run.from;
+            block->row1[r] = run.to;
+        }
+        if (r < block->rows || !whole) continue;
+        if (boolean) block->boolean = 0;
+        else block->additive = 0;
+    }
+    if (some) FMHA_NAME(rows_together)(p, block);
+}
+
+/* The same of an additive mask that is not -inf at the ends but so low that these keys probably get nothing: then what each row attends are
+ * [from, to) of its keys, and most is the most that the mask is elsewhere, or somewhat more. Returns 0 where the mask says more, and -1
+ * where it is so low throughout a row, unless that does not matter. */
+static int FMHA_NAME(low_runs)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t first, ptrdiff_t last, int throughout,
+                               ptrdiff_t *from, ptrdiff_t *to, REAL *most)
+{
+    const fmha_array *mask = &p->additive_mask;
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
+    *most = NEGATIVE_INFINITY;
+    if (block->boolean || !block->additive || mask->stride[3] != 1) return 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const char *m = FMHA_NAME(mask_row_at)(mask, block, r, 0, size);
+        from[r] = block->row0[r] > first ? block->row0[r] : first;
+        to[r] = block->row1[r] < last ? block->row1[r] : last;
+        if (from[r] >= to[r]) continue;
+        from[r] += FMHA_NAME(low_masks)(p, m + from[r] * size, 0, to[r] - from[r], most);
+        if (from[r] == to[r] && !throughout) return -1;
+        to[r] -= FMHA_NAME(low_masks)(p, m + (to[r] - 1) * size, 1, to[r] - from[r], most);
+        if (!OF_MASK(zeros, m, from[r], to[r])) return 0;
+    }
+    return 1;
+}
+
+/* These become the keys of the rows. */
+static void FMHA_NAME(take_runs)(const fmha_problem *p, FMHA_NAME(rows) *block, const ptrdiff_t *from, const ptrdiff_t *to)
+{
+    memcpy(block->row0, from, (size_t)block->rows * sizeof(ptrdiff_t));
+    memcpy(block->row1, to, (size_t)block->rows * sizeof(ptrdiff_t));
+    block->additive = 0;
+    FMHA_NAME(rows_together)(p, block);
 }
 
 /* A boolean mask on keys [low, high) of one vector of rows of the tile's scores^T: MASK_KEYS of a row are the bits of its lane. */
@@ -590,13 +718,13 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
         REAL *slopes = slope ? slope + low * queries + v * LANES : NULL;
         if (p->softcap != 0) FMHA_NAME(cap_columns)(high - low, queries, column + low * queries, p->softcap, slopes);
         if (p->alibi) FMHA_NAME(alibi_columns)(p, block, v, j, low, high, s);
-        if (p->additive_mask.data && (add_stride[1] || add_stride[2])) {
+        if (block->additive && (add_stride[1] || add_stride[2])) {
             switch (p->mask_element) {
             case FMHA_HALF: FMHA_NAME(mask_additive)(FMHA_HALF, &p->additive_mask, block, v, j, low, high, s); break;
             case FMHA_BFLOAT: FMHA_NAME(mask_additive)(FMHA_BFLOAT, &p->additive_mask, block, v, j, low, high, s); break;
             default: FMHA_NAME(mask_additive)(FMHA_SAME, &p->additive_mask, block, v, j, low, high, s);
             }
-        } else if (p->additive_mask.data) {
+        } else if (block->additive) {
             const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
             const char *from = FMHA_NAME(mask_row_at)(&p->additive_mask, block, 0, j, size);
             REAL row[TILE_KEYS];
@@ -609,9 +737,9 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                 v_store(column + k * queries, v_select(v_equal(add, gone), gone, v_load(column + k * queries) + add));
             }
         }
-        if (p->bool_mask.data && (remove_stride[1] || remove_stride[2])) {
+        if (block->boolean && (remove_stride[1] || remove_stride[2])) {
             FMHA_NAME(mask_boolean)(&p->bool_mask, block, v, j, low, high, s);
-        } else if (p->bool_mask.data) {
+        } else if (block->boolean) {
             const char *m = FMHA_NAME(mask_row_at)(&p->bool_mask, block, 0, j, 1);
             for (ptrdiff_t k = low; k < high; k++)
                 if (m[k * remove_stride[3]]) v_store(column + k * queries, gone);

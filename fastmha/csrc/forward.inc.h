@@ -187,10 +187,10 @@ static void FMHA_NAME(begin_rows)(const fmha_problem *p, const FMHA_NAME(rows) *
     }
 }
 
-/* Whether a block attends keys of the run from key j on. */
+/* Whether a block attends keys of the run from key j on, masks aside: no matter how much of these is known. */
 static inline int FMHA_NAME(meets_run)(const FMHA_NAME(rows) *block, ptrdiff_t j)
 {
-    return j < block->j1 && j + FMHA_RUN_KEYS > block->j0;
+    return j < block->met1 && j + FMHA_RUN_KEYS > block->met0;
 }
 
 /* Each row of a block's softmaxes <- itself and that of a run of keys behind as one. */
@@ -301,7 +301,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         /* Keys before j0 are left out, by steps, or the sums of even and odd keys would change places. */
         ptrdiff_t j = start < block->j0 ? block->j0 / KEY_STEP * KEY_STEP : start;
         ptrdiff_t n = (last < start + TILE_KEYS ? last : start + TILE_KEYS) - j;
-        int touched = FMHA_NAME(touched)(p, block, j, n), banded = 0, careful = touched && (purpose & FMHA_NAME(careful));
+        int touched = FMHA_NAME(touched)(block, j, n), banded = 0, careful = touched && (purpose & FMHA_NAME(careful));
         if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) continue;
         partly |= touched;
         if (purpose & FMHA_NAME(hopeful)) FMHA_NAME(leave_out)(p, block, packed, &j, &n, converted);
@@ -373,7 +373,7 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     FMHA_NAME(begin_run)(p, block, 0, &sums);
     int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
     if (p->sinks) purpose &= ~FMHA_NAME(straight);      /* totals of later runs lack them */
-    for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->j1; j += FMHA_RUN_KEYS) {
+    for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->met1; j += FMHA_RUN_KEYS) {
         if (!FMHA_NAME(meets_run)(block, j)) continue;
         FMHA_NAME(begin_run)(p, block, j, &m->run);
         partly |= FMHA_NAME(forward_keys)(run, block, m, lift, &m->run, j, j + FMHA_RUN_KEYS, purpose);
@@ -555,11 +555,41 @@ static void FMHA_NAME(empty_rows)(const fmha_run *run, const fmha_item *item, co
     FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
 }
 
+/* The same of a block without keys that an additive mask probably drowns: those at the ends of each row, if the mask is 0 at the others, or
+ * else those at the ends of tiles. Returns -1, and the block is as before, where they get something. */
+static int FMHA_NAME(hopeful_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
+{
+    const fmha_problem *p = &run->p;
+    const FMHA_NAME(rows) before = *block;
+    ptrdiff_t from[BLOCK_ROWS], to[BLOCK_ROWS];
+    REAL most;
+    const int runs = FMHA_NAME(low_runs)(p, block, 0, p->Lk, p->sinks != NULL, from, to, &most);
+    if (runs < 0) return -1;        /* beside nothing else, such keys get something */
+    if (runs) FMHA_NAME(take_runs)(p, block, from, to);
+    const int partly = FMHA_NAME(forward_block)(run, block, m, purpose | (runs ? 0 : FMHA_NAME(hopeful)));
+    REAL k = 0, v = 0;
+    for (ptrdiff_t j = before.j0, n; runs && j < before.j1; j += n) {
+        ptrdiff_t ld;
+        if (j == block->common0 && j < block->common1) j = block->common1;      /* no row leaves these out */
+        const ptrdiff_t end = j < block->common0 && block->common0 < before.j1 ? block->common0 : before.j1;
+        n = end - j < TILE_KEYS ? end - j : TILE_KEYS;
+        const REAL *rows = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, m->converted, &ld);
+        k += FMHA_NAME(power)(n, p->D, rows, ld);
+        rows = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, m->converted, &ld);
+        v += FMHA_NAME(power)(n, p->Dv, rows, ld);
+    }
+    if (runs) block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, m->packed, 0), k, v);
+    if (FMHA_NAME(is_drowned)(block, m->peak)) return partly;
+    *block = before;
+    return -1;
+}
+
 static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, REAL *scratch, uint64_t wanted)
 {
     const fmha_problem *p = &run->p;
+    FMHA_NAME(mask_rows)(p, block, 0, p->Lk);
     const int straight = wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
-    const int hopeful = p->additive_mask.data && !FMHA_NAME(rescored)(p) ? FMHA_NAME(hopeful) : 0;
+    const int hopeful = block->additive && !FMHA_NAME(rescored)(p);
     FMHA_NAME(forward_memory) memory;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(p);
@@ -568,8 +598,8 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     } else if (FMHA_NAME(tiny_values)(p, block)) {
         FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
     } else {
-        int partly = FMHA_NAME(forward_block)(run, block, &memory, straight | hopeful);
-        if (!FMHA_NAME(is_drowned)(block, memory.peak)) partly = FMHA_NAME(forward_block)(run, block, &memory, straight);
+        int partly = hopeful ? FMHA_NAME(hopeful_block)(run, block, &memory, straight) : -1;
+        if (partly < 0) partly = FMHA_NAME(forward_block)(run, block, &memory, straight);
         FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, partly);
     }
 }
@@ -655,6 +685,7 @@ static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
     if (meets || item.j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item.j0, &to);     /* others are left out of the merging */
     if (!meets && item.j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
     if (!meets) return;
+    FMHA_NAME(mask_rows)(&run->p, &block, item.j0, item.j0 + item.cols);
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(&run->p);
     const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
@@ -680,7 +711,7 @@ static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
         const FMHA_NAME(softmaxes) of = FMHA_NAME(run_at)(run, &item, j);
         if (FMHA_NAME(meets_run)(&block, j)) FMHA_NAME(merge_run)(&block, &of, &sums);
     }
-    FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(touched)(p, &block, 0, p->Lk));
+    FMHA_NAME(finish_rows)(run, &item, &block, &m, ALL_ROWS, FMHA_NAME(touched)(&block, 0, p->Lk));
 }
 
 /* ------------------------------------------------------------------------------------------- forward with the weights */
@@ -736,6 +767,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
 {
     const fmha_problem *p = &run->p;
     FMHA_NAME(begin_item)(p);
+    FMHA_NAME(mask_rows)(p, block, 0, p->Lk);
     ptrdiff_t queries = block->queries, value_width = block->value_width, ldk, ldv, ld;
     ptrdiff_t j0 = block->j0, n = block->j1 - block->j0;
     FMHA_NAME(forward_memory) m;
@@ -744,7 +776,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j0, n, p->D, m.converted, &ldk);
     if (!FMHA_NAME(pack_queries)(p, block, m.packed, lift)) lift = NULL;
     FMHA_NAME(begin_rows)(p, block, peak, total);
-    int touched = FMHA_NAME(touched)(p, block, j0, n);
+    int touched = FMHA_NAME(touched)(block, j0, n);
     for (ptrdiff_t j = 0; j < n && !fmha_pool_stopped(); j += TILE_KEYS) {
         ptrdiff_t part = n - j < TILE_KEYS ? n - j : TILE_KEYS;
         for (ptrdiff_t v = 0; v < queries / LANES; v++) {

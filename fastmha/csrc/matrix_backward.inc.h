@@ -306,7 +306,7 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
     const ptrdiff_t columns = queries / LANES, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES), depth = (queries + TILE_TERMS - 1) / TILE_TERMS;
     const int natural = FMHA_NAME(natural_scores)(p);
     REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL, *kept = p->dropout.factor != 0 ? w->kept : NULL;
-    int touched = FMHA_NAME(touched)(p, block, j + skip, n);
+    int touched = FMHA_NAME(touched)(block, j + skip, n);
     if (touched && FMHA_NAME(tile_removed)(p, block, j + skip, n)) return;
     const int banded = FMHA_NAME(set_spans)(block, j + skip, n, KEY_STEP) || n < whole;
     FMHA_NAME(spans) attended;

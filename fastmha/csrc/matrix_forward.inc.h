@@ -333,7 +333,7 @@ static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block,
     part->j = j;
     part->n = n;
     part->whole = whole;
-    int touched = FMHA_NAME(touched)(p, block, j, n);
+    int touched = FMHA_NAME(touched)(block, j, n);
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return 0;
     FMHA_NAME(chunk_at)(run, block->b, block->hkv, start / MATRIX_KEYS, &part->chunk);
     const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&part->chunk.keys, (j - start) / TILE_ROWS, 0);
