@@ -15,7 +15,8 @@
 How it is timed: the arms of one comparison take turns, in turning order, for about `--seconds` (at least three rounds);
 each arm's best time counts; ratios are taken within one comparison only, and judged as they are printed. Before that,
 each arm's answers are checked against `fastmha.reference` in float64, on some queries and some keys. Operations are
-those of `fastmha.plan`: what causality, windows and lengths leave; a mask given as an array saves none.
+those of `fastmha.plan`: what causality, windows and lengths leave; a mask given as an array saves none, unless a line says what it
+spells out.
 
 Exit status 1 if a floor is missed or an answer is wrong.
 """
@@ -268,12 +269,15 @@ def rule_calls(L: int, dtype: str) -> list[tuple[Call, str, Floor | None]]:
     lengths = np.array([L - L // 10, L // 2 + 5])
     padding = (np.arange(L) >= lengths[:, None])[:, None, None, :]
     counted = {"key_padding_lengths": lengths}
+    later = np.triu(np.ones((L, L), bool), 1)
     rules: list[tuple[str, float, dict[str, Any]]] = [
         ("boolean mask (Lq, Lk), 10 % removed", 1.20, {"mask": rng.random((L, L)) < 0.1}),
         ("additive mask (Lq, Lk)", 1.25, {"mask": rng.standard_normal((L, L), np.dtype(dtype))}),
         ("padding lengths 90 %, 51 %", 1.10, counted),
         ("the same, a boolean mask of keys", 1.10, {"mask": padding, "counted": counted}),
         ("the same, -1e9 added", 1.20, {"mask": np.where(padding, -1e9, 0).astype(dtype), "counted": counted}),
+        ("causality, a boolean mask (Lq, Lk)", 1.25, {"mask": later, "counted": {"is_causal": True}}),
+        ("the same, -inf added", 1.30, {"mask": np.where(later, -np.inf, 0).astype(dtype), "counted": {"is_causal": True}}),
         *((f"window {w}", 1.10, {"window": w}) for w in ((L // 2, 0), (L // 4, L // 4), (127, 0))),
         ("softcap 30", 1.35, {"softcap": 30.0}),
     ]

@@ -128,7 +128,7 @@ def test_blocks_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, ca
 def test_sinks_are_in_the_first_run_alone(dtype, isa, rng):
     q, k, v, g = draw(rng, 1, 2, 1, 30, 2 * RUN + 5, 16, 16, dtype)
     of = np.float64 if np.dtype(dtype) == np.float64 else np.float32
-    one_tile = [{"window": (20, 3), "offset": 2 * RUN - 45}, {"key_ranges": ([RUN + 10], [RUN + 100])}]     # of the second run alone
+    one_tile = [{"window": (20, 3), "offset": 2 * RUN - 45}, {"key_ranges": ([RUN + 10], [RUN + 100])}]
     for rules in ({}, {"window": (200, 0), "offset": 2 * RUN - 40}, *one_tile):
         rules["sinks"] = np.array([0.5, 3.0], of)
         whole, split = forward(q, k, v, 1, **rules), forward(q, k, v, 3, **rules)

@@ -1,5 +1,5 @@
-"""Masks of pairs, boolean, -inf or a large finite constant, that leave each row a run of keys, as those of causality and padding do:
-"tiled" takes them for the keys of the rows, with the bits of the rules that they spell out.
+"""Masks of pairs, boolean, -inf or a large finite constant, that leave each row a run of keys, as causality and padding do: to
+"tiled" these are the keys of the rows, with the bits of the rules that they spell out.
 
 Blocks hold 64 rows, tiles 192 keys and runs of a softmax 768; a boolean mask is read 32 keys at a time.
 """
@@ -143,14 +143,18 @@ def test_rows_of_padding_among_others_follow_the_oracle_under_a_constant(isa, dt
 @dtypes
 @pytest.mark.parametrize("operand", ["k", "v"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_under_a_constant_reaches_the_rows_that_may_attend_it(isa, dtype, operand, value, rng):
-    q, k, v, g = draw(rng, 2, 2, 2, 75, 230, 8, 8, dtype)
-    (k if operand == "k" else v)[:, :, 225, 2] = value
-    mask = np.where(removed_by(75, 230, **RULES["causal from the first key"](75, 230)), -1e4, 0).astype(dtype)
-    results, wanted = (run(fastmha, q, k, v, g, mask=mask, algorithm=name) for name in ("tiled", "blas"))
-    for x, y in zip(results, wanted, strict=True):
-        assert np.array_equal(np.isnan(x), np.isnan(y))
-    assert np.isnan(results[0]).any()
+@pytest.mark.parametrize("key", [2, 100, 225])
+def test_what_is_not_finite_under_a_constant_reaches_the_rows_that_may_attend_it(isa, dtype, operand, value, key, rng):
+    """Documents leave the rows of a block no key in common."""
+    documents = np.arange(75)[:, None] // 25 != np.arange(230) // 80
+    for gone in (removed_by(75, 230, **RULES["causal from the first key"](75, 230)), documents):
+        q, k, v, g = draw(rng, 2, 2, 2, 75, 230, 8, 8, dtype)
+        (k if operand == "k" else v)[:, :, key, 2] = value
+        mask = np.where(gone, -1e4, 0).astype(dtype)
+        results, wanted = (run(fastmha, q, k, v, g, mask=mask, algorithm=name) for name in ("tiled", "blas"))
+        for x, y in zip(results, wanted, strict=True):
+            assert np.array_equal(np.isnan(x), np.isnan(y))
+        assert np.isnan(results[0]).any()
 
 
 @dtypes
