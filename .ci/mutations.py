@@ -20,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of phiopt: with -O2 gcc 12 breaks off at vectors of 64 bits of the baseline, with -O3 not.
-FLAGS = ["-O2", "-fno-tree-phiopt", "-g0", "-w", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread", "-Ifastmha"]
+FLAGS = ["-O2", "-fno-tree-phiopt", "-g0", "-w", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-fvisibility=hidden",
+         "-pthread", "-Ifastmha"]
 # The choice among instruction sets, as where there is the baseline alone.
 DISPATCH = '#include "csrc/fastmha.h"\n#undef __x86_64__\n#include "csrc/dispatch.c"\n'
 OTHERS = ["tests/core", "tests/functions", "tests/modules", "tests/cache"]

@@ -15,8 +15,8 @@
 How it is timed: the arms of one comparison take turns, in turning order, for about `--seconds` (at least three rounds);
 each arm's best time counts; ratios are taken within one comparison only, and judged as they are printed. Before that,
 each arm's answers are checked against `fastmha.reference` in float64, on some queries and some keys. Operations are
-those of `fastmha.plan`: what causality, windows and lengths leave; a mask given as an array saves none, unless a line says what it
-spells out.
+those of `fastmha.plan`: what causality, windows and lengths leave; a mask given as an array saves none, unless a line says
+what it spells out.
 
 Exit status 1 if a floor is missed or an answer is wrong.
 """

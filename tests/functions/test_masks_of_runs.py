@@ -164,3 +164,14 @@ def test_scores_as_large_as_the_constant_count(isa, dtype, size, rng):
     q, k, v, g = draw(rng, 2, 2, 2, 75, 230, 8, 8, dtype)
     gone = removed_by(75, 230, **RULES["causal from the first key"](75, 230))
     check((q * size).astype(dtype), (k * size).astype(dtype), v, g, mask=np.where(gone, -1e4, 0).astype(dtype), algorithm="tiled")
+
+
+@dtypes
+def test_a_key_that_makes_up_for_the_constant_counts_beside_ordinary_scores(isa, dtype, rng):
+    q, k, v, g = draw(rng, 2, 2, 2, 75, 230, 4, 8, dtype)
+    q[..., 0], k[:, :, 200] = 1, 0
+    k[:, :, 200, 0] = 2e4       # scores of 1e4 beside others of a few
+    gone = removed_by(75, 230, **RULES["causal from the first key"](75, 230))
+    out, *_ = check(q, k, v, g, mask=np.where(gone, -1e4, 0).astype(dtype), algorithm="tiled")
+    other, *_ = run(fastmha, q, k, v, g, mask=gone, algorithm="tiled")
+    assert np.abs(out - other).max() > 0.1
