@@ -46,6 +46,7 @@ typedef struct {
     FMHA_NAME(few) few;                 /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
     int written;                        /* the results of all rows: by a product that was the first and the last */
     FMHA_NAME(results) results;
+    int lifted;                         /* scores are products times a lift of the rows */
     REAL drowned;                       /* no score of the keys that were left out is above it */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */

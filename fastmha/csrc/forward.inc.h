@@ -369,7 +369,9 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out};
     const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) ? m->lift : NULL;
     block->written = 0;
+    block->lifted = lift != NULL;
     block->drowned = NEGATIVE_INFINITY;
+    if (lift) purpose &= ~FMHA_NAME(hopeful);       /* products do not say how large scores are */
     FMHA_NAME(begin_run)(p, block, 0, &sums);
     int partly = FMHA_NAME(forward_keys)(run, block, m, lift, &sums, 0, FMHA_RUN_KEYS, purpose);
     if (p->sinks) purpose &= ~FMHA_NAME(straight);      /* totals of later runs lack them */
@@ -578,7 +580,8 @@ static int FMHA_NAME(hopeful_block)(const fmha_run *run, FMHA_NAME(rows) *block,
         rows = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, m->converted, &ld);
         v += FMHA_NAME(power)(n, p->Dv, rows, ld);
     }
-    if (runs) block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, m->packed, 0), k, v);
+    if (runs && block->lifted) block->drowned = (REAL)INFINITY;
+    else if (runs) block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, m->packed, 0), k, v);
     if (FMHA_NAME(is_drowned)(block, m->peak)) return partly;
     *block = before;
     return -1;

@@ -204,3 +204,17 @@ def test_a_plan_counts_all_pairs_of_a_mask_of_keys(rng):
     q, k, v, _ = draw(rng, 2, 2, 1, 9, 30, 4, 4, np.float32)
     mask = padding("left", 2, 30)
     assert fastmha.plan(q, k, v, mask=mask).flops == fastmha.plan(q, k, v).flops
+
+
+@dtypes
+@pytest.mark.parametrize("pairs", [False, True])
+def test_queries_so_large_that_they_are_packed_smaller_make_up_for_the_constant(isa, dtype, pairs, rng):
+    """What is packed says nothing of the scores, which lie above the constant here."""
+    large = np.float64(2.0) ** (100 if dtype == np.float32 else 900)
+    q, k, v, _ = draw(rng, 1, 2, 2, 75, 75, 4, 5, dtype)
+    q[...], k[...] = 0, 0
+    q[..., 0], k[:, :, 70, 0] = large, 2.0**20
+    mask = np.where(np.arange(75) >= np.arange(1, 76)[:, None] if pairs else np.arange(75) >= 60, -large, 0).astype(dtype)
+    out, lse = fastmha.attention(q, k, v, mask=mask if pairs else mask[None, None, None], algorithm="tiled", return_lse=True)
+    assert (lse > large).all()
+    assert same_bits(out, np.broadcast_to(v[:, :, 70:71], out.shape))
