@@ -58,8 +58,8 @@ def test_a_mask_that_spells_out_a_rule_gives_the_bits_of_the_rule(isa, dtype, ru
 
 @dtypes
 @rules
-def test_so_it_does_with_weights(isa, dtype, rule, rng):
-    """Of the textbook function; what is removed has the weight 0."""
+def test_under_such_a_mask_weights_follow_the_reference_and_are_0_where_it_removes_pairs(isa, dtype, rule, rng):
+    """Of the textbook function."""
     q, k, v, _ = draw(rng, 2, 3, 3, 75, 230, 16, 8, dtype)
     gone = removed_by(75, 230, **RULES[rule](75, 230))
     for mask in masks_of(gone, dtype):
