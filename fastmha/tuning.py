@@ -86,9 +86,8 @@ _FUSED = Tuning(
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
-_WIDE = replace(_FUSED, decode=(        # more lanes are empty; from 17 rows on those of a second vector
-    (1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 64, 1024), (6, 128, 4096), (7, 128, 5120), (8, 256, 6144),
-    (9, 512, 24 * 1024), (11, 384, 192 * 1024), (16, 0, NEVER), (20, 512, 64 * 1024)))
+_WIDE = replace(_FUSED, decode=(        # more lanes are empty
+    (1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 256, 3072), (6, 128, 4096), (8, 256, 4096), (9, 512, 24 * 1024)))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there
                     decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))

@@ -282,6 +282,15 @@ static int FMHA_NAME(finite_block)(const fmha_problem *p, const fmha_array *x, c
     return finite;
 }
 
+/* Whether a row of grad_out with the product delta with out, and an lse, is 0 throughout: then nothing that is finite gets a gradient by it. */
+static inline int FMHA_NAME(is_idle)(const fmha_problem *p, const char *grad_out, REAL delta, REAL lse)
+{
+    ptrdiff_t d = 0;
+    if (delta != 0 || lse - lse != 0) return 0;
+    while (d < p->Dv && FMHA_NAME(stored_value)(p->element, grad_out + d * FMHA_NAME(stored_size)(p->element)) == 0) d++;
+    return d == p->Dv;
+}
+
 /* The packed operands and the state of each row that is wanted, a bit each; known: from a pass over blocks before. */
 static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known, uint64_t wanted)
 {
@@ -316,17 +325,18 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
             continue;
         }
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)];
+        const char *g = FMHA_NAME(row_of)(p, &run->grad_out, block, r), *o = FMHA_NAME(row_of)(p, &run->out, block, r);
+        to->delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g, o)
+                       : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
+                       : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
+        suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
+        if (!kind && FMHA_NAME(is_idle)(p, g, to->delta[r], lse)) continue;     /* as an empty one */
         if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
         if (p->sinks) to->sum[r] = FMHA_NAME(exp_of)(sink - to->shift[r]);
         if (FMHA_NAME(is_far)(w, lse)) {
             kind |= FMHA_NAME(far_block);
             any |= own[r] = (char)(w->few || lse > HUGE_LSE || lse < -HUGE_LSE);
         }
-        const char *g = FMHA_NAME(row_of)(p, &run->grad_out, block, r), *o = FMHA_NAME(row_of)(p, &run->out, block, r);
-        to->delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g, o)
-                       : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
-                       : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
-        suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
     }
     if (suspect && !FMHA_NAME(finite_block)(p, &run->grad_out, block, p->Dv)) kind |= FMHA_NAME(nonfinite_grad_out);
     *to->kind = (REAL)kind;

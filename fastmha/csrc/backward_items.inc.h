@@ -26,6 +26,7 @@ typedef struct {
     FMHA_NAME(packed) packed;
     FMHA_NAME(split_head) split;
     int matrix, states_known, left;     /* on matrix tiles; `packed` is prepared; some rows are left to vectors */
+    int finite;                         /* whether keys and values of the tile at hand are, or -1: nobody has asked */
     REAL *grad_q, *grad_k, *grad_v;
     ptrdiff_t share, keys;              /* blocks, or 0: the head is not split so; keys of an item, whole tiles or parts of one */
 #if FMHA_TILES
@@ -91,15 +92,34 @@ static int FMHA_NAME(removes_pairs)(const fmha_problem *p)
     return p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
 }
 
-/* Whether keys j .. j+n are finite, of those that rows may attend; which matters only where pairs are removed. */
-static int FMHA_NAME(keys_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t n)
+/* Whether keys, or values, j .. j+n of those that rows may attend are finite. */
+static int FMHA_NAME(keys_finite)(const fmha_problem *p, const fmha_array *x, ptrdiff_t width, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t n)
 {
     ptrdiff_t low, high;
-    if (!FMHA_NAME(removes_pairs)(p)) return 1;
     fmha_valid_keys(p, b, &low, &high);
     if (low < j) low = j;
     if (high > j + n) high = j + n;
-    return low >= high || FMHA_NAME(finite_rows)(p->stored, high - low, p->D, FMHA_NAME(stored_row)(p, &p->k, b, hkv, low), p->k.stride[2]);
+    return low >= high || FMHA_NAME(finite_rows)(p->stored, high - low, width, FMHA_NAME(stored_row)(p, x, b, hkv, low), x->stride[2]);
+}
+
+/* Rows of a block that get no weight, being empty or idle: where they fill a vector of rows and keys and values j .. j+n are finite, they attend
+ * none. shift: infinite of such rows, and of those of `others`, a bit each. */
+static void FMHA_NAME(leave_out_rows)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const REAL *shift, uint64_t others, ptrdiff_t j, ptrdiff_t n)
+{
+    const fmha_problem *p = &x->w.run->p;
+    int some = 0;
+    for (ptrdiff_t v = 0; v < block->rows && !block->few.scratch; v += LANES) {
+        const ptrdiff_t end = v + LANES < block->rows ? v + LANES : block->rows;
+        ptrdiff_t r = v;
+        while (r < end && shift[r] == (REAL)INFINITY && !(others >> r & 1)) r++;
+        if (r < end) continue;
+        if (x->finite < 0)
+            x->finite = FMHA_NAME(keys_finite)(p, &p->k, p->D, x->item.b, x->item.h, j, n) && FMHA_NAME(keys_finite)(p, &p->v, p->Dv, x->item.b, x->item.h, j, n);
+        if (!x->finite) return;
+        for (r = v; r < end; r++) block->row0[r] = block->row1[r] = 0;
+        some = 1;
+    }
+    if (some) FMHA_NAME(rows_together)(p, block);
 }
 
 /* FMHA_PREPARE: a block is ready; its far rows have met all keys, in the order and with the sums of FMHA_WHOLE. */
@@ -215,7 +235,8 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
 #endif
-    x->w.k_finite = !x->left || FMHA_NAME(keys_finite)(p, x->item.b, x->item.h, j, n);
+    x->finite = -1;
+    x->w.k_finite = !x->left || !FMHA_NAME(removes_pairs)(p) || FMHA_NAME(keys_finite)(p, &p->k, p->D, x->item.b, x->item.h, j, n);
     for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row && !fmha_pool_stopped(); i0 += BLOCK_ROWS) {
         FMHA_NAME(rows) block;
         FMHA_NAME(packed) own;
@@ -226,12 +247,22 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         if (low >= high) continue;
         const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
         if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
-        if (!x->matrix) {
-            FMHA_NAME(mask_rows)(p, &block, low, high);
-            if (block.j0 > low) low = block.j0;
-            if (block.j1 < high) high = block.j1;
-            if (low < high) FMHA_NAME(leave_out_gradients)(&x->w, &block, &own, &low, &high);
+        const REAL *shift = own.shift;
+#if FMHA_TILES
+        FMHA_NAME(gradient_rows) rows;
+        if (x->matrix) {
+            FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+            shift = rows.shift;
         }
+#endif
+        FMHA_NAME(leave_out_rows)(x, &block, shift, x->matrix ? wanted : 0, j, n);
+        FMHA_NAME(mask_rows)(p, &block, low, high);
+        if (block.j0 > low) low = block.j0;
+        if (block.j1 < high) high = block.j1;
+#if FMHA_TILES
+        if (x->matrix && low < high) FMHA_NAME(leave_out_on_tiles)(p, &block, &x->chunk, &rows, &low, &high);
+#endif
+        if (!x->matrix && low < high) FMHA_NAME(leave_out_gradients)(&x->w, &block, &own, &low, &high);
         if (low < high) {
             REAL *of_keys, *of_values;
             const int begins = FMHA_NAME(sums_of_block)(x, &sums, &of_keys, &of_values), writes = begins && !x->matrix && high - low == n;
@@ -240,12 +271,9 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
                 memset(of_values, 0, (size_t)(summed * x->value_width) * sizeof(REAL));
             }
 #if FMHA_TILES
-            if (x->matrix) {
-                FMHA_NAME(gradient_rows) rows;
-                FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
+            if (x->matrix && ~wanted & ALL_ROWS >> (BLOCK_ROWS - block.rows))       /* not all are left to vectors */
                 FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys, of_values, x->grad_q + i0 * x->width,
                                             &turn);
-            }
 #endif
             of_keys += (low - j) * x->width;
             of_values += (low - j) * x->value_width;

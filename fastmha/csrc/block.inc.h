@@ -544,11 +544,11 @@ static FMHA_NAME(key_run) FMHA_NAME(boolean_run)(const char *m, ptrdiff_t low, p
 
 #define ALL_ARE(what, at) !v_any(~v_equal(FMHA_NAME(stored_load)(type, m + (at) * size), v_splat(what)))
 #define ONE_IS(what, at) (FMHA_NAME(stored_value)(type, m + (at) * size) == (what))
-INLINED int FMHA_NAME(zeros)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to)
+INLINED int FMHA_NAME(all_are)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to, REAL what)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    while (from + LANES <= to && ALL_ARE(0, from)) from += LANES;
-    while (from < to && ONE_IS(0, from)) from++;
+    while (from + LANES <= to && ALL_ARE(what, from)) from += LANES;
+    while (from < to && ONE_IS(what, from)) from++;
     return from == to;
 }
 
@@ -559,7 +559,7 @@ INLINED FMHA_NAME(key_run) FMHA_NAME(additive_run)(const int type, const char *m
     while (from < to && ONE_IS(NEGATIVE_INFINITY, from)) from++;
     while (to - LANES >= from && ALL_ARE(NEGATIVE_INFINITY, to - LANES)) to -= LANES;
     while (to > from && ONE_IS(NEGATIVE_INFINITY, to - 1)) to--;
-    return (FMHA_NAME(key_run)){from, to, FMHA_NAME(zeros)(type, m, from, to)};
+    return (FMHA_NAME(key_run)){from, to, FMHA_NAME(all_are)(type, m, from, to, 0)};
 }
 #undef ALL_ARE
 #undef ONE_IS
@@ -621,7 +621,7 @@ static int FMHA_NAME(low_runs)(const fmha_problem *p, const FMHA_NAME(rows) *blo
         from[r] += FMHA_NAME(low_masks)(p, m + from[r] * size, 0, to[r] - from[r], most);
         if (from[r] == to[r] && !throughout) return -1;
         to[r] -= FMHA_NAME(low_masks)(p, m + (to[r] - 1) * size, 1, to[r] - from[r], most);
-        if (!OF_MASK(zeros, m, from[r], to[r])) return 0;
+        if (!OF_MASK(all_are, m, from[r], to[r], 0)) return 0;
     }
     return 1;
 }

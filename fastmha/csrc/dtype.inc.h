@@ -140,7 +140,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef MASK_KEYS
 #undef GRANULE
 #undef MICRO_ROWS
+#undef MICRO_AT
 #undef MICRO
+#undef MICRO_LAST
 #undef PRODUCT
 #undef BY_STORED
 #undef MICRO_PANEL

@@ -273,13 +273,14 @@ static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, 
     *n -= ahead + behind;
 }
 
-/* Whether all rows have a score that drowns those of the keys that were left out, if any were. */
-static int FMHA_NAME(is_drowned)(const FMHA_NAME(rows) *block, const REAL *peak)
+/* Whether all rows have a score above `drowned` that drowns those of the keys that were left out, if any were: those that before, in `whole`,
+ * had keys. */
+static int FMHA_NAME(is_drowned)(const FMHA_NAME(rows) *whole, REAL drowned, const REAL *peak)
 {
-    int drowned = 1;
-    if (block->drowned == NEGATIVE_INFINITY) return 1;
-    for (ptrdiff_t r = 0; r < block->rows; r++) drowned &= peak[r] + (REAL)EXP_ZERO > block->drowned;
-    return drowned;
+    int all = 1;
+    if (drowned == NEGATIVE_INFINITY) return 1;
+    for (ptrdiff_t r = 0; r < whole->rows; r++) all &= peak[r] + (REAL)EXP_ZERO > drowned || whole->row0[r] >= whole->row1[r];
+    return all;
 }
 
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have no sums of
@@ -582,20 +583,88 @@ static int FMHA_NAME(hopeful_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     }
     if (runs && block->lifted) block->drowned = (REAL)INFINITY;
     else if (runs) block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, m->packed, 0), k, v);
-    if (FMHA_NAME(is_drowned)(block, m->peak)) return partly;
+    if (FMHA_NAME(is_drowned)(&before, block->drowned, m->peak)) return partly;
     *block = before;
     return -1;
+}
+
+/* The sum of the squares of all keys that the block attends. */
+static REAL FMHA_NAME(power_of_keys)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *converted)
+{
+    REAL power = 0;
+    for (ptrdiff_t j = block->j0, n; j < block->j1; j += n) {
+        ptrdiff_t ld;
+        n = block->j1 - j < TILE_KEYS ? block->j1 - j : TILE_KEYS;
+        const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
+        power += FMHA_NAME(power)(n, p->D, keys, ld);
+    }
+    return power;
+}
+
+/* Rows all of whose keys have the same additive mask, so large that no score shows beside it, attend these evenly: rows of padding do under
+ * finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows they are goes by
+ * each row's own numbers; keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
+static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block,
+                                                               const FMHA_NAME(forward_memory) *m, REAL keys, uint64_t wanted)
+{
+    const fmha_problem *p = &run->p;
+    const fmha_array *mask = &p->additive_mask;
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
+    ptrdiff_t low = 0, high = 0;
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    uint64_t even = 0;
+    if (!block->additive || mask->stride[3] != 1 || p->bool_mask.data || p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!(wanted >> r & 1) || block->row0[r] >= block->row1[r]) continue;
+        const char *at = FMHA_NAME(mask_row_at)(mask, block, r, 0, size);
+        const FMHA_NAME(key_run) own = OF_MASK(additive_run, at, block->row0[r], block->row1[r]);
+        const REAL constant = own.from < own.to ? FMHA_NAME(stored_value)(p->mask_element, at + own.from * size) : 0;
+        if (!(constant < DROWNED_BELOW) || !OF_MASK(all_are, at, own.from, own.to, constant)) continue;
+        if (keys < 0) keys = FMHA_NAME(power_of_keys)(p, block, m->converted);
+        const char *q = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
+        const REAL size_q = (REAL)sqrt((double)FMHA_NAME(power)(1, p->D, FMHA_NAME(real_row)(p->element, q, p->D, m->packed), 0)) * factor;
+        const REAL bound = (size_q < 0 ? -size_q : size_q) * (REAL)sqrt((double)keys);
+        if (!(bound < -constant * (REAL_EPSILON / 8))) continue;
+        REAL *out = FMHA_NAME(out_row)(run, block, r, m);
+        if (own.from != low || own.to != high) {
+            fmha_run without = *run;
+            FMHA_NAME(rows) one = *block;
+            without.p.D = 0;        /* the scores do not count: they may be 0 */
+            one.rows = 1;
+            one.queries = LANES;
+            one.next = NULL;
+            one.head[0] = block->head[r];
+            one.query[0] = block->query[r];
+            one.row0[0] = low = own.from;
+            one.row1[0] = high = own.to;
+            for (ptrdiff_t l = 1; l < LANES; l++) one.row0[l] = 0, one.row1[l] = p->Lk;
+            FMHA_NAME(rows_together)(p, &one);
+            FMHA_NAME(forward_block)(&without, &one, m, 0);
+        }
+        const VEC trace = FMHA_NAME(divided_row)(p->Dv, m->out, m->total[0], out, v_splat(0));
+        if (FMHA_NAME(sum)(trace) != 0 || FMHA_NAME(tiny_row)(p->Dv, out)) continue;        /* left to those who know what to do */
+        FMHA_NAME(write_lse)(run, block, r, constant, m->total[0]);
+        even |= (uint64_t)1 << r;
+    }
+    if (!even) return 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (even >> r & 1) block->row0[r] = block->row1[r] = 0;
+    FMHA_NAME(rows_together)(p, block);
+    FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, even);
+    return even;
 }
 
 static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, REAL *scratch, uint64_t wanted)
 {
     const fmha_problem *p = &run->p;
-    FMHA_NAME(mask_rows)(p, block, 0, p->Lk);
-    const int straight = wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
-    const int hopeful = block->additive && !FMHA_NAME(rescored)(p);
     FMHA_NAME(forward_memory) memory;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(p);
+    FMHA_NAME(mask_rows)(p, block, 0, p->Lk);
+    if (block->additive) wanted &= ~FMHA_NAME(even_rows)(run, item, block, &memory, -1, wanted);
+    if (!(wanted & ALL_ROWS >> (BLOCK_ROWS - block->rows))) return;
+    const int straight = wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
+    const int hopeful = block->additive && !FMHA_NAME(rescored)(p);
     if (block->j0 >= block->j1 && !p->sinks) {
         FMHA_NAME(empty_rows)(run, item, block, &memory, wanted);
     } else if (FMHA_NAME(tiny_values)(p, block)) {

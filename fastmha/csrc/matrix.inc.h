@@ -385,6 +385,24 @@ static int FMHA_NAME(odd_row)(int type, const char *x, ptrdiff_t n)
     return 0;
 }
 
+/* The sum of the squares of rows of an element type. */
+static REAL FMHA_NAME(source_power)(int type, const FMHA_NAME(source) *x)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    VEC sum = v_splat(0);
+    for (ptrdiff_t i = 0; i < x->rows; i++) {
+        const char *at = x->row ? x->row[i] : x->data + i * x->stride * size;
+#define SQUARES(type) \
+    for (ptrdiff_t d = 0; d < x->width; d += LANES) { \
+        const VEC value = FMHA_NAME(stored_load_n)(type, at + d * size, x->width - d); \
+        sum = sum + value * value; \
+    }
+        BY_STORED(SQUARES)
+#undef SQUARES
+    }
+    return FMHA_NAME(sum)(sum);
+}
+
 /* Of each row whether it is so in x or in y; returns whether some is. */
 static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_NAME(source) *y, unsigned char *odd)
 {

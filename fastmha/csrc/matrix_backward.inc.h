@@ -11,14 +11,14 @@
 typedef struct {
     FMHA_NAME(operand) keys, values, keys_across;       /* of S^T, of dP^T, of dQ^T */
     unsigned char *odd;
-    int *some_odd;
+    FMHA_NAME(chunk_facts) *facts;
 } FMHA_NAME(gradient_chunk);
 
 /* Of a block of rows: q and grad_out as operands of S^T and dP^T, and of dK and dV; of each row what P^T takes off its scores, lse as
- * it came, delta; which rows are odd, a bit each. */
+ * it came, delta; which rows are odd, a bit each; where there is an additive mask and none is, the powers of q and grad_out. */
 typedef struct {
     FMHA_NAME(operand) q, grad_out, q_down, grad_out_down;
-    REAL *shift, *lse, *delta;
+    REAL *shift, *lse, *delta, *powers;
     uint64_t *odd;
 } FMHA_NAME(gradient_rows);
 
@@ -39,7 +39,7 @@ static ptrdiff_t FMHA_NAME(gradient_chunk_layout)(const fmha_problem *p, char *m
     to->keys_across = FMHA_NAME(take_operand)(memory, &used, parts, width, keys);
     to->odd = (unsigned char *)(memory + used);
     used += ROUND_UP(keys, FMHA_CACHE_LINE);
-    to->some_odd = (int *)(memory + used);
+    to->facts = (FMHA_NAME(chunk_facts) *)(memory + used);
     return used + FMHA_CACHE_LINE;
 }
 
@@ -57,6 +57,7 @@ static ptrdiff_t FMHA_NAME(gradient_rows_layout)(const fmha_problem *p, char *me
     to->delta = (REAL *)(memory + used + 2 * of_reals);
     used += 3 * of_reals;
     to->odd = (uint64_t *)(memory + used);
+    to->powers = (REAL *)(memory + used + sizeof *to->odd);
     return used + FMHA_CACHE_LINE;
 }
 
@@ -104,15 +105,16 @@ static void FMHA_NAME(gradient_pack_keys)(void *context, ptrdiff_t index, int wo
     FMHA_NAME(gradient_chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
     FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
     FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
-    *chunk.some_odd = 0;
+    chunk.facts->some_odd = 0;
     for (int again = 0; again < 2; again++) {
         int large = FMHA_NAME(pack_operand)(FMHA_NAME(first), p->stored, &keys, &chunk.keys);
         large |= FMHA_NAME(pack_operand)(FMHA_NAME(first), p->stored, &values, &chunk.values);
         FMHA_NAME(pack_operand)(FMHA_NAME(first_transposed), p->stored, &keys, &chunk.keys_across);
         if (again || !large) break;
-        *chunk.some_odd = FMHA_NAME(find_odd)(p->stored, &keys, &values, chunk.odd);
+        chunk.facts->some_odd = FMHA_NAME(find_odd)(p->stored, &keys, &values, chunk.odd);
         keys.left_out = values.left_out = chunk.odd;
     }
+    FMHA_NAME(set_powers)(p, &keys, &values, chunk.facts);
 }
 
 /* Item: a block of rows is packed, after all keys. */
@@ -133,7 +135,7 @@ static void FMHA_NAME(gradient_pack_rows)(void *context, ptrdiff_t index, int wo
         FMHA_NAME(gradient_chunk) chunk;
         FMHA_NAME(gradient_chunk_at)(run, item.b, item.h, n, &chunk);
         ptrdiff_t j = n * MATRIX_KEYS;
-        if (*chunk.some_odd) odd |= FMHA_NAME(odd_rows)(p, &block, j, p->Lk - j < MATRIX_KEYS ? p->Lk - j : MATRIX_KEYS, chunk.odd);
+        if (chunk.facts->some_odd) odd |= FMHA_NAME(odd_rows)(p, &block, j, p->Lk - j < MATRIX_KEYS ? p->Lk - j : MATRIX_KEYS, chunk.odd);
     }
     for (ptrdiff_t r = 0; r < BLOCK_ROWS; r++) {
         to.shift[r] = (REAL)INFINITY;       /* 2^(score - inf) = 0: empty rows, odd ones and lanes beyond the rows */
@@ -146,6 +148,7 @@ static void FMHA_NAME(gradient_pack_rows)(void *context, ptrdiff_t index, int wo
         REAL delta = to.delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g[r], o)
                                    : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g[r], o)
                                    : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g[r], o);
+        if (FMHA_NAME(is_idle)(p, g[r], delta, lse)) continue;
         if (lse == NEGATIVE_INFINITY) to.lse[r] = (REAL)INFINITY;
         if ((lse != NEGATIVE_INFINITY && !(lse < HUGE_LSE && lse > -HUGE_LSE)) || !(delta < HUGE_POWER && delta > -HUGE_POWER)) odd |= (uint64_t)1 << r;
         else if (lse != NEGATIVE_INFINITY) to.shift[r] = natural ? lse : lse * (REAL)LOG2_E;
@@ -166,6 +169,9 @@ static void FMHA_NAME(gradient_pack_rows)(void *context, ptrdiff_t index, int wo
         }
     }
     *to.odd = odd;
+    if (odd || !p->additive_mask.data) return;
+    to.powers[0] = FMHA_NAME(source_power)(p->element, &of_q);
+    to.powers[1] = FMHA_NAME(source_power)(p->element, &of_g);
 }
 
 /* Scratch of one thread, behind that of backward.inc.h: P^T and dS^T as first operands, dS^T as second one; sums of dQ^T (width,
@@ -293,6 +299,23 @@ static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t rows,
         const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(x, k / TILE_ROWS, first), b = FMHA_NAME(operand_at)(y, 0, first);
         FMHA_NAME(tile_product)(1, many, width, terms, &a, &b, sums + k * width, width);
     }
+}
+
+/* As leave_out_gradients: of keys low .. high, each row is left those that an additive mask does not drown, if it is 0 there. */
+static void FMHA_NAME(leave_out_on_tiles)(const fmha_problem *p, FMHA_NAME(rows) *block, const FMHA_NAME(gradient_chunk) *chunk,
+                                          const FMHA_NAME(gradient_rows) *rows, ptrdiff_t *low, ptrdiff_t *high)
+{
+    ptrdiff_t from[BLOCK_ROWS], to[BLOCK_ROWS];
+    REAL least = (REAL)INFINITY, most;
+    if (!block->additive || FMHA_NAME(rescored)(p) || *rows->odd || FMHA_NAME(low_runs)(p, block, *low, *high, 1, from, to, &most) <= 0) return;
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (rows->shift[r] < least) least = rows->shift[r];
+    least += (REAL)EXP_ZERO;
+    const REAL q = FMHA_NAME(scaled_power)(p, rows->powers[0]), v = (1 + rows->powers[1]) * (1 + chunk->facts->values);
+    if (!(least > most) || !(least > FMHA_NAME(drowned_scores)(most, q, chunk->facts->keys, v))) return;
+    FMHA_NAME(take_runs)(p, block, from, to);
+    if (block->j0 > *low) *low = block->j0;
+    if (block->j1 < *high) *high = block->j1;
 }
 
 /* One block against keys [low, high) of a tile that begins at key j: adds to the tile's grad_v (keys, Dv) and grad_k (keys, D) and to

@@ -19,12 +19,19 @@ static inline ptrdiff_t FMHA_NAME(matrix_keys)(const fmha_problem *p)
 
 static inline int FMHA_NAME(parts_of)(int parts, int type) { return type == FMHA_BFLOAT ? 1 : parts; }
 
+/* What is known of a chunk beside its operands: whether some key is odd; where there is an additive mask, the powers of its keys and values, or
+ * infinity where some are odd. */
+typedef struct {
+    int some_odd;
+    REAL keys, values;
+} FMHA_NAME(chunk_facts);
+
 /* What all blocks of rows share of a chunk: keys and values as operands; of each key whether it is odd: it or its value is not finite
  * or too large. */
 typedef struct {
     FMHA_NAME(operand) keys, values;
     unsigned char *odd;
-    int *some_odd;
+    FMHA_NAME(chunk_facts) *facts;
 } FMHA_NAME(matrix_chunk);
 
 /* Returns the size of a chunk in bytes; without memory that is all. */
@@ -40,7 +47,7 @@ static ptrdiff_t FMHA_NAME(shared_layout)(const fmha_problem *p, char *memory, F
     at += parts * value_plane * size;
     to->odd = (unsigned char *)at;
     at += ROUND_UP(keys, FMHA_CACHE_LINE);
-    to->some_odd = (int *)at;
+    to->facts = (FMHA_NAME(chunk_facts) *)at;
     return at + FMHA_CACHE_LINE - memory;
 }
 
@@ -73,6 +80,16 @@ static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p, ptrdiff_t first)
     return cut;
 }
 
+static void FMHA_NAME(set_powers)(const fmha_problem *p, const FMHA_NAME(source) *keys, const FMHA_NAME(source) *values, FMHA_NAME(chunk_facts) *to)
+{
+    if (!p->additive_mask.data) return;
+    to->keys = to->some_odd ? (REAL)INFINITY : FMHA_NAME(source_power)(p->stored, keys);
+    to->values = to->some_odd ? (REAL)INFINITY : FMHA_NAME(source_power)(p->stored, values);
+}
+
+/* The power of queries as drowned_scores asks for it: times scale, and as much more as parts may differ from what they are parts of. */
+static inline REAL FMHA_NAME(scaled_power)(const fmha_problem *p, REAL power) { return power * (REAL)(1.05 * p->scale * p->scale); }
+
 /* Item: a chunk of keys of a head is packed. */
 static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
 {
@@ -84,14 +101,15 @@ static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
     FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
     FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
-    *chunk.some_odd = 0;
+    chunk.facts->some_odd = 0;
     for (int again = 0; again < 2; again++) {
         int large = FMHA_NAME(pack_operand)(FMHA_NAME(first), p->stored, &keys, &chunk.keys);
         large |= FMHA_NAME(pack_operand)(FMHA_NAME(first_transposed), p->stored, &values, &chunk.values);
         if (again || !large) break;
-        *chunk.some_odd = FMHA_NAME(find_odd)(p->stored, &keys, &values, chunk.odd);
+        chunk.facts->some_odd = FMHA_NAME(find_odd)(p->stored, &keys, &values, chunk.odd);
         keys.left_out = values.left_out = chunk.odd;
     }
+    FMHA_NAME(set_powers)(p, &keys, &values, chunk.facts);
 }
 
 /* Scratch of one thread: q as second operand; scores^T (keys, queries); P^T as second operand; sums of out^T (Dv, queries); of each
@@ -150,7 +168,7 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
                                          const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
 {
     const int of = groups, whole = !natural && parts > 1;
-    VEC best[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);
+    VEC best[8], before[8], shift[8], sum[8], least[8], power[8], gone = v_splat(NEGATIVE_INFINITY), factors = v_splat(factor);
     IVEC moved = v_truth(gone != gone);
     {
         const int n = of;
@@ -161,7 +179,7 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
                 best[i] = v_max(score, best[i]);
             }
         EACH(i) {
-            VEC before = v_load(peak + i * LANES);
+            before[i] = v_load(peak + i * LANES);
             if (!natural) best[i] = best[i] * factors;
             if (whole) {
 #ifdef v_round_up
@@ -171,17 +189,20 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
                 best[i] = v_select(v_greater(v_splat(POWER(22)), v_abs(best[i])), v_select(v_greater(best[i], near), near + v_splat(1), near), best[i]);
 #endif
             }
-            best[i] = v_max(before, best[i]);
-            moved |= ~v_equal(before, best[i]);
+            best[i] = v_max(before[i], best[i]);
+            moved |= ~v_equal(before[i], best[i]);
             v_store(peak + i * LANES, best[i]);
             shift[i] = v_select(v_equal(best[i], gone), v_splat(0), best[i]);
             if (whole) least[i] = (shift[i] + v_splat(POWER_LOW)) / factors;
-            power[i] = natural ? (before - shift[i]) * factors : before - shift[i];
+            power[i] = natural ? (before[i] - shift[i]) * factors : before[i] - shift[i];
         }
         FMHA_NAME(powers)(2, n, power);
         EACH(i) {
+            /* the fit is not 1 at 0, and out would not shrink with the total; nor would keys that add nothing leave a row its bits */
+            power[i] = v_select(v_equal(best[i], before[i]), v_splat(1), power[i]);
             v_store(shrink + i * LANES, power[i]);
-            sum[i] = v_load(total + i * LANES) * power[i];
+            v_store(total + i * LANES, v_load(total + i * LANES) * power[i]);
+            sum[i] = v_splat(0);        /* of this tile alone: sums of sums err less than one long sum */
         }
     }
     ptrdiff_t k = low;
@@ -219,7 +240,7 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
             }
         }
     const int n = of;
-    EACH(i) v_store(total + i * LANES, sum[i]);
+    EACH(i) v_store(total + i * LANES, v_load(total + i * LANES) + sum[i]);
     return v_any(moved);
 }
 
@@ -371,7 +392,7 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
     for (part.start = block->j0 / MATRIX_KEYS * MATRIX_KEYS; part.start < block->j1 && !fmha_pool_stopped(); part.start += MATRIX_KEYS) {
         if (!FMHA_NAME(matrix_scores)(run, block, m, &part)) continue;
         const FMHA_NAME(matrix_chunk) *chunk = &part.chunk;
-        if (*chunk->some_odd) odd |= FMHA_NAME(odd_rows)(p, block, part.j, part.n, chunk->odd + (part.j - part.start));
+        if (chunk->facts->some_odd) odd |= FMHA_NAME(odd_rows)(p, block, part.j, part.n, chunk->odd + (part.j - part.start));
         const FMHA_NAME(operand) values = FMHA_NAME(operand_at)(&chunk->values, 0, (part.j - part.start) / TILE_TERMS);
         int moved = FMHA_NAME(matrix_softmax)(block, part.banded, natural, kept, part.whole, factor, m);
         if (kept) {
@@ -396,6 +417,39 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         if (!(m->total[r] < FAR_SCORE) || (m->peak[r] != NEGATIVE_INFINITY && !natural && !(m->peak[r] < FAR_SCORE && m->peak[r] > -FAR_SCORE)))
             odd |= (uint64_t)1 << r;
     return odd;
+}
+
+/* The powers of the chunks that have keys low .. high of the block's head, to those before. */
+static void FMHA_NAME(add_powers)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t low, ptrdiff_t high, REAL *keys, REAL *values)
+{
+    for (ptrdiff_t n = low / MATRIX_KEYS; n * MATRIX_KEYS < high; n++) {
+        FMHA_NAME(matrix_chunk) chunk;
+        FMHA_NAME(chunk_at)(run, block->b, block->hkv, n, &chunk);
+        *keys += chunk.facts->keys;
+        *values += chunk.facts->values;
+    }
+}
+
+/* The same without the keys at the ends of each row that an additive mask, 0 at the others, probably drowns: see hopeful_block. Returns whether
+ * they get nothing; else the block is as before. */
+static int FMHA_NAME(hopeful_matrix_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, uint64_t *odd)
+{
+    const fmha_problem *p = &run->p;
+    const FMHA_NAME(rows) before = *block;
+    ptrdiff_t from[BLOCK_ROWS], to[BLOCK_ROWS];
+    const char *row[BLOCK_ROWS];
+    REAL most, k = 0, v = 0;
+    if (!block->additive || FMHA_NAME(rescored)(p) || FMHA_NAME(low_runs)(p, block, 0, p->Lk, p->sinks != NULL, from, to, &most) <= 0) return 0;
+    for (ptrdiff_t r = 0; r < block->rows; r++) row[r] = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
+    const FMHA_NAME(source) q = {.row = row, .rows = block->rows, .width = p->D};
+    FMHA_NAME(add_powers)(run, block, block->j0, block->j1, &k, &v);
+    block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(scaled_power)(p, FMHA_NAME(source_power)(p->element, &q)), k, v);
+    if (block->drowned == (REAL)INFINITY) return 0;
+    FMHA_NAME(take_runs)(p, block, from, to);
+    *odd = FMHA_NAME(matrix_block)(run, block, m);
+    if (!*odd && FMHA_NAME(is_drowned)(&before, block->drowned, m->peak)) return 1;
+    *block = before;
+    return 0;
 }
 
 /* weights[r, j : j + n] <- inverse * column r of s (n, queries). */
@@ -489,11 +543,21 @@ static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t index, int worker
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
     ptrdiff_t used = FMHA_NAME(matrix_layout)(&run->p, scratch, &m);
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
+    uint64_t odd, even = 0;
+    FMHA_NAME(mask_rows)(&run->p, &block, 0, run->p.Lk);
+    if (block.additive && !run->weights) {
+        REAL keys = 0, values = 0;
+        FMHA_NAME(forward_memory) memory;
+        FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, scratch + used, &memory);
+        FMHA_NAME(begin_item)(&run->p);
+        FMHA_NAME(add_powers)(run, &block, 0, run->p.Lk, &keys, &values);
+        even = FMHA_NAME(even_rows)(run, &item, &block, &memory, keys, ALL_ROWS);
+    }
     FMHA_NAME(t_configure)();
-    uint64_t odd = FMHA_NAME(matrix_block)(run, &block, &m);
+    if (!FMHA_NAME(hopeful_matrix_block)(run, &block, &m, &odd)) odd = FMHA_NAME(matrix_block)(run, &block, &m);
     if (run->weights) FMHA_NAME(matrix_write_weights)(run, &block, &m);
     t_release();
-    odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd);
+    odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd | even) & ~even;
     if (odd && run->weights) FMHA_NAME(weights_rows)(run, &item, &block, scratch + used, odd);
     else if (odd) FMHA_NAME(forward_rows)(run, &item, &block, scratch + used, odd);
 }

@@ -96,16 +96,31 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
 #define BESIDE(init) \
     (!beside ? NULL : (init) & FMHA_FETCH_ROWS ? beside + r * ld_beside : \
      FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES : r == 0 ? beside + done * FMHA_VECTOR_BYTES : NULL)
+#define MICRO_AT(mr, nv) \
+    FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
+                     FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \
+                     ld_beside, results, results ? results->width - done * LANES : 0)
 /* 8 rows are two tiles of 4: in one of 2 behind one of 6, each step would wait for the sums of the one before. */
 #define MICRO(mr, nv) \
-    for (; rows - r >= (mr) && !((mr) == 6 && rows - r == 8); r += (mr)) \
-        FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
-                         FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \
-                         ld_beside, results, results ? results->width - done * LANES : 0)
-/* A tile of few rows waits for its sums as long as one of many: 3 rows are one, not two, and so are 8 of two vectors. */
+    for (; rows - r >= (mr) && !((mr) == 6 && rows - r == 8); r += (mr)) MICRO_AT(mr, nv)
+#define MICRO_LAST(mr, nv) \
+    if ((mr) < MICRO_ROWS(nv) && ((nv) == 1 || (mr) < 7 || ((nv) == 2 && (mr) % 2 == 0)) && left == (mr)) { \
+        MICRO_AT(mr, nv); \
+        r += (mr); \
+    }
+/* A tile of few rows waits for its sums as long as one of many: those that are left are one tile where the registers hold them. */
 #define MICRO_PANEL(nv) \
-    case nv: MICRO(MICRO_ROWS(nv), nv); if ((nv) == 2 && MICRO_SUMS >= 16) MICRO(8, nv); \
-             MICRO(4, nv); MICRO(3, nv); MICRO(2, nv); MICRO(1, nv); break;
+    case nv: \
+        MICRO(MICRO_ROWS(nv), nv); \
+        left = rows - r; \
+        if (left > 4) { \
+            MICRO_LAST(11, nv) MICRO_LAST(10, nv) MICRO_LAST(9, nv) MICRO_LAST(8, nv) MICRO_LAST(7, nv) MICRO_LAST(6, nv) MICRO_LAST(5, nv) \
+        } \
+        MICRO(4, nv); \
+        MICRO(3, nv); \
+        MICRO(2, nv); \
+        MICRO(1, nv); \
+        break;
 
 /* c (rows, columns) <- init + a (rows, depth) @ b (depth, columns); columns a multiple of LANES. a_row or a_step is 1; b may
  * be stored in another type. */
@@ -119,7 +134,7 @@ INLINED void FMHA_NAME(product_of)(const int type, const int init, ptrdiff_t row
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
         ptrdiff_t nv = (vectors - done + panels - panel - 1) / (panels - panel);   /* even panels: 5 is 3 + 2 */
         const char *b = b0 + done * LANES * FMHA_NAME(stored_size)(type);
-        ptrdiff_t r = 0;
+        ptrdiff_t r = 0, left;
         switch (nv) {
             MICRO_PANEL(1)
             MICRO_PANEL(2)

@@ -245,6 +245,138 @@ def test_rows_masked_by_a_padding_constant_are_right(tiles, kind, constant):
     assert_within(kind, attend(kind, arrays, mask=mask), exact(arrays, mask=mask), share)
 
 
+RUNS = {
+    "causal": {"is_causal": True, "offset": 60}, "causal from the first key": {"is_causal": True, "offset": 0},
+    "window": {"window": (40, 3), "offset": 300}, "padding": {"key_padding_lengths": [250, 390]},
+    "causal, padding on the left": {"is_causal": True, "offset": 0, "key_ranges": ([5, 120], [400, 400])},
+}   # fmt: skip
+runs = pytest.mark.parametrize("rule", RUNS)
+
+
+def removed_by(rule, Lq, Lk):
+    """(2, 1, Lq, Lk): True where the rule removes a pair."""
+    weights = reference.attention_weights(np.zeros((2, 1, Lq, 1)), np.zeros((2, 1, Lk, 1)), **RUNS[rule])
+    return weights == 0
+
+
+def least_of(kind):
+    return {"float16": -65504.0, "bfloat16": -3.3895e38}.get(kind, float(np.finfo(np.float32).min))
+
+
+@runs
+@kinds
+def test_a_mask_that_spells_out_a_rule_gives_the_bits_of_the_rule(tiles, kind, rule):
+    arrays = operands(kind, 2, 4, 2, 150, 400, 40, 24)
+    gone = removed_by(rule, 150, 400)
+    wanted = attend(kind, arrays, **RUNS[rule])
+    for threads in (1, 5):
+        assert_same(attend(kind, arrays, threads, mask=gone), wanted)
+    out, lse, weights = weighted(kind, *arrays[:3], mask=gone)
+    assert_same([out, lse], wanted[:2])
+    assert not weights[np.broadcast_to(gone, weights.shape)].any()
+
+
+@runs
+@pytest.mark.parametrize("constant", [-np.inf, "least", -1e4])
+@kinds
+def test_keys_under_a_mask_get_nothing_whatever_the_mask_is_elsewhere(tiles, kind, rule, constant):
+    """A row that asks for more than a run of keys has all pairs of its block asked, with the same bits; so has a constant."""
+    arrays = operands(kind, 2, 4, 2, 150, 400, 40, 24)
+    dtype, gone = KINDS[kind][0], removed_by(rule, 150, 400)
+    added = np.where(gone, -np.inf, 0).astype(dtype)
+    asked = added.copy()
+    asked[:, :, [3, 70], 130] = -1.5
+    wanted, others = attend(kind, arrays, mask=asked), ~np.isin(np.arange(150), [3, 70])
+    found = attend(kind, arrays, mask=np.where(gone, least_of(kind) if constant == "least" else constant, 0).astype(dtype))
+    for b in range(2):
+        rows = others & ~gone[b, 0].all(-1)     # an empty row attends keys under a constant evenly
+        for x, y in zip(found[:3], wanted[:3], strict=True):
+            assert_same([x[b][:, rows]], [y[b][:, rows]])
+    assert_same(attend(kind, arrays, 5, mask=added), attend(kind, arrays, mask=added))
+
+
+@pytest.mark.parametrize("constant", ["least", -1e4])
+@kinds
+def test_rows_of_padding_on_the_left_under_a_constant_are_right(tiles, kind, constant):
+    """Some blocks have no other rows."""
+    arrays = operands(kind, 2, 4, 2, 150, 400, 40, 24)
+    gone = removed_by("causal, padding on the left", 150, 400)
+    mask = np.where(gone, least_of(kind) if constant == "least" else constant, 0).astype(KINDS[kind][0])
+    share = KINDS[kind][2] + (0 if constant == "least" else 1e4 * 2.0**-23)
+    assert_within(kind, attend(kind, arrays, mask=mask), exact(arrays, mask=mask), share)
+    assert_same(attend(kind, arrays, 5, mask=mask), attend(kind, arrays, mask=mask))
+
+
+@kinds
+def test_rows_of_padding_have_bits_of_their_own(tiles, kind):
+    """They attend their keys evenly, and one of them is done for all; whatever the mask is at other rows of their block."""
+    arrays = operands(kind, 2, 4, 2, 150, 400, 40, 24)
+    gone = removed_by("causal, padding on the left", 150, 400)
+    mask = np.where(gone, least_of(kind), 0).astype(KINDS[kind][0])
+    asked = mask.copy()
+    asked[:, :, [3, 70, 149], 130] = -1.5
+    asked[:, :, [4, 71], 130:140] = -np.inf
+    others = ~np.isin(np.arange(150), [3, 70, 149, 4, 71])
+    for x, y in zip(attend(kind, arrays, mask=asked)[:3], attend(kind, arrays, mask=mask)[:3], strict=True):
+        assert_same([x[:, :, others]], [y[:, :, others]])
+
+
+@pytest.mark.parametrize("operand", ["k", "v"])
+@pytest.mark.parametrize(("value", "key"), [(np.nan, 2), (np.inf, 230), (np.nan, 395)])
+@kinds
+def test_what_is_not_finite_under_a_constant_reaches_the_rows_that_may_attend_it(tiles, kind, operand, value, key):
+    q, k, v, g = operands(kind, 2, 2, 2, 150, 400, 32, 32)
+    (k if operand == "k" else v)[:, :, key, 2] = value
+    mask = np.where(removed_by("causal from the first key", 150, 400), -1e4, 0).astype(KINDS[kind][0])
+    with np.errstate(all="ignore"):
+        results, wanted = attend(kind, (q, k, v, g), mask=mask), exact((q, k, v, g), mask=mask)
+    for name, x, y in zip(RESULTS, results, wanted, strict=True):
+        assert np.array_equal(np.isnan(x.astype(np.float64)), np.isnan(y)), name
+    assert np.isnan(wanted[0]).any()
+
+
+@pytest.mark.parametrize("key", [100, 390])
+@kinds
+def test_a_key_that_makes_up_for_the_constant_counts(tiles, kind, key):
+    """Beside ordinary scores there is one of 1.1e4 that a mask of -1e4 should leave something."""
+    q, k, v, g = operands(kind, 2, 2, 2, 150, 400, 32, 32)
+    q[..., 0], k[:, :, key] = 32, 0
+    k[:, :, key, 0] = 1.1e4 / 32 * np.sqrt(32)
+    mask = np.where(removed_by("causal from the first key", 150, 400), -1e4, 0).astype(KINDS[kind][0])
+    out = attend(kind, (q, k, v, g), mask=mask)[0].astype(np.float64)
+    first = slice(0, key)       # which have it under the constant
+    wanted = np.broadcast_to(v[:, :, key : key + 1].astype(np.float64), out.shape)
+    np.testing.assert_allclose(out[:, :, first], wanted[:, :, first], rtol=0, atol=KINDS[kind][2] * 4)
+
+
+@kinds
+def test_scores_as_large_as_the_constant_count(tiles, kind):
+    """Those of some thousands outweigh a mask of -1e4; what they err by is theirs, not the mask's."""
+    q, k, v, g = operands(kind, 1, 2, 2, 150, 400, 32, 32)
+    q, k = (q * 64).astype(q.dtype), (k * 32).astype(k.dtype)
+    gone = removed_by("causal from the first key", 150, 400)[:1]
+    asked = np.where(gone, -1e4, 0).astype(KINDS[kind][0])
+    asked[:, :, [3, 70, 140], 399] += -64
+    others = ~np.isin(np.arange(150), [3, 70, 140])
+    found, wanted = (attend(kind, (q, k, v, g), mask=mask) for mask in (np.where(gone, -1e4, 0).astype(KINDS[kind][0]), asked))
+    for x, y in zip(found[:3], wanted[:3], strict=True):
+        assert_same([x[:, :, others]], [y[:, :, others]])
+    assert (found[1].astype(np.float64)[0, :, 0] > 100).any()     # row 0 attends one key, and others from under the mask
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@kinds
+def test_what_was_summed_stays_as_it_is_where_later_keys_have_no_larger_score(tiles, kind, masked):
+    """Of 300 chunks the first one has the largest score; the others add a little each."""
+    Lk, dtype = 300 * 192, KINDS[kind][0]
+    q, k, v = np.ones((1, 1, 16, 8), dtype), np.zeros((1, 1, Lk, 8), dtype), np.ones((1, 1, Lk, 8), dtype)
+    k[:, :, 5, 0] = 32
+    mask = np.zeros((1, Lk), dtype) if masked else None
+    lse = fastmha.attention(q, k, v, mask=mask, scale=0.25, algorithm="tiled", precision=KINDS[kind][1], return_lse=True)[1]
+    # of one part the fit of an exponential errs by 7.5e-5 of it
+    np.testing.assert_allclose(lse, np.log(np.exp(8) + Lk - 1), rtol=0, atol=4e-6 if kind in ("high", "float16") else 1e-4)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 @pytest.mark.parametrize("kind", ["high", "medium", "bfloat16"])
 def test_values_of_any_size(tiles, kind, size):

@@ -6,7 +6,7 @@ Blocks hold 64 rows, tiles 192 keys and runs of a softmax 768; a boolean mask is
 
 import numpy as np
 import pytest
-from support import DTYPES, HALVES, all_dtypes, assert_same, check, draw, dtypes, run, same_bits
+from support import DTYPES, HALVES, all_dtypes, assert_same, check, computed, draw, dtypes, run, same_bits
 
 import fastmha
 from fastmha import reference
@@ -138,6 +138,28 @@ def test_rows_of_padding_among_others_follow_the_oracle_under_a_constant(isa, dt
         check(*arrays, mask=mask, algorithm="tiled")
         if dtype not in HALVES:
             check(*arrays, mask=mask, algorithm="tiled", sinks=np.array([0.5, -np.inf, 2, -30], dtype))
+
+
+@all_dtypes
+@pytest.mark.parametrize("values", [1, 0, 1e-44, 1e-40, 3e38, np.nan, np.inf])
+def test_rows_of_padding_under_the_least_number_have_the_bits_that_each_by_itself_would_have(isa, dtype, values, rng):
+    """They attend their keys evenly, and are done once. Sinks that are none have each row done; a second length changes rows' keys."""
+    q, k, v, g = draw(rng, 2, 4, 2, 150, 900, 8, 5, dtype)
+    with np.errstate(all="ignore"):
+        if np.isfinite(values):
+            v *= dtype(values)
+        else:
+            v[:, :, 800, 3] = values
+    start = np.arange(150)[:, None] < np.array([70, 149])[:, None, None, None]
+    gone = start | (np.arange(900) > np.arange(150)[:, None])
+    mask = np.where(gone, constants(dtype)[0], 0).astype(dtype)
+    mask[:, :, 40:60, :3] = mask[:, :, 50:, 890:] = -np.inf
+    rules = {"mask": mask, "algorithm": "tiled"}
+    none = np.full(4, -np.inf, computed(dtype))
+    with np.errstate(all="ignore"):
+        found = run(fastmha, q, k, v, g, **rules)
+        assert_same(run(fastmha, q, k, v, g, sinks=none, **rules)[:5], found[:5])
+        assert_same(fastmha.attention(q, k, v, num_threads=3, return_lse=True, **rules), found[:2])
 
 
 @dtypes
