@@ -601,8 +601,8 @@ static REAL FMHA_NAME(power_of_keys)(const fmha_problem *p, const FMHA_NAME(rows
     return power;
 }
 
-/* Rows all of whose keys have the same additive mask, so large that no score shows beside it, attend these evenly: rows of padding do under
- * finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows they are goes by
+/* Rows that attend all valid keys, at which the additive mask is the same and so large that no score shows beside it, attend them evenly: rows of
+ * padding do under finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows they are goes by
  * each row's own numbers; keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
 static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block,
                                                                const FMHA_NAME(forward_memory) *m, REAL keys, uint64_t wanted)
@@ -610,23 +610,24 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
     const fmha_problem *p = &run->p;
     const fmha_array *mask = &p->additive_mask;
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
-    ptrdiff_t low = 0, high = 0;
+    ptrdiff_t low, high;
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     uint64_t even = 0;
-    if (!block->additive || mask->stride[3] != 1 || p->bool_mask.data || p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
+    int done = 0;
+    fmha_valid_keys(p, block->b, &low, &high);
+    if (low >= high || !block->additive || mask->stride[3] != 1 || p->bool_mask.data || p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        if (!(wanted >> r & 1) || block->row0[r] >= block->row1[r]) continue;
+        if (!(wanted >> r & 1) || block->row0[r] != low || block->row1[r] != high) continue;
         const char *at = FMHA_NAME(mask_row_at)(mask, block, r, 0, size);
-        const FMHA_NAME(key_run) own = OF_MASK(additive_run, at, block->row0[r], block->row1[r]);
-        const REAL constant = own.from < own.to ? FMHA_NAME(stored_value)(p->mask_element, at + own.from * size) : 0;
-        if (!(constant < DROWNED_BELOW) || !OF_MASK(all_are, at, own.from, own.to, constant)) continue;
+        const REAL constant = FMHA_NAME(stored_value)(p->mask_element, at + low * size);
+        if (!(constant < DROWNED_BELOW && constant - constant == 0) || !OF_MASK(all_are, at, low, high, constant)) continue;
         if (keys < 0) keys = FMHA_NAME(power_of_keys)(p, block, m->converted);
         const char *q = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
         const REAL size_q = (REAL)sqrt((double)FMHA_NAME(power)(1, p->D, FMHA_NAME(real_row)(p->element, q, p->D, m->packed), 0)) * factor;
         const REAL bound = (size_q < 0 ? -size_q : size_q) * (REAL)sqrt((double)keys);
         if (!(bound < -constant * (REAL_EPSILON / 8))) continue;
         REAL *out = FMHA_NAME(out_row)(run, block, r, m);
-        if (own.from != low || own.to != high) {
+        if (!done++) {
             fmha_run without = *run;
             FMHA_NAME(rows) one = *block;
             without.p.D = 0;        /* the scores do not count: they may be 0 */
@@ -635,8 +636,8 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
             one.next = NULL;
             one.head[0] = block->head[r];
             one.query[0] = block->query[r];
-            one.row0[0] = low = own.from;
-            one.row1[0] = high = own.to;
+            one.row0[0] = low;
+            one.row1[0] = high;
             for (ptrdiff_t l = 1; l < LANES; l++) one.row0[l] = 0, one.row1[l] = p->Lk;
             FMHA_NAME(rows_together)(p, &one);
             FMHA_NAME(forward_block)(&without, &one, m, 0);
