@@ -143,7 +143,7 @@ def test_rows_of_padding_among_others_follow_the_oracle_under_a_constant(isa, dt
 @all_dtypes
 @pytest.mark.parametrize("values", [1, 0, 1e-44, 1e-40, 3e38, np.nan, np.inf])
 def test_rows_of_padding_under_the_least_number_have_the_bits_that_each_by_itself_would_have(isa, dtype, values, rng):
-    """They attend their keys evenly, and are done once. Sinks that are none have each row done; a second length changes rows' keys."""
+    """They attend their keys evenly, and are done once; beside sinks, also where these are none, each is."""
     q, k, v, g = draw(rng, 2, 4, 2, 150, 900, 8, 5, dtype)
     with np.errstate(all="ignore"):
         if np.isfinite(values):
