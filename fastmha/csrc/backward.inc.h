@@ -306,6 +306,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     }
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
     if (kind && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
+    const int ordinary = !kind;
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
@@ -330,7 +331,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
                        : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
                        : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
         suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
-        if (!kind && FMHA_NAME(is_idle)(p, g, to->delta[r], lse)) continue;     /* as an empty one */
+        if (ordinary && FMHA_NAME(is_idle)(p, g, to->delta[r], lse)) continue;     /* as an empty one */
         if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
         if (p->sinks) to->sum[r] = FMHA_NAME(exp_of)(sink - to->shift[r]);
         if (FMHA_NAME(is_far)(w, lse)) {

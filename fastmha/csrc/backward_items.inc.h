@@ -114,7 +114,8 @@ static void FMHA_NAME(leave_out_rows)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *
         while (r < end && shift[r] == (REAL)INFINITY && !(others >> r & 1)) r++;
         if (r < end) continue;
         if (x->finite < 0)
-            x->finite = FMHA_NAME(keys_finite)(p, &p->k, p->D, x->item.b, x->item.h, j, n) && FMHA_NAME(keys_finite)(p, &p->v, p->Dv, x->item.b, x->item.h, j, n);
+            x->finite = FMHA_NAME(keys_finite)(p, &p->k, p->D, x->item.b, x->item.h, j, n)
+                        && FMHA_NAME(keys_finite)(p, &p->v, p->Dv, x->item.b, x->item.h, j, n);
         if (!x->finite) return;
         for (r = v; r < end; r++) block->row0[r] = block->row1[r] = 0;
         some = 1;

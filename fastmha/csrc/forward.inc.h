@@ -602,8 +602,8 @@ static REAL FMHA_NAME(power_of_keys)(const fmha_problem *p, const FMHA_NAME(rows
 }
 
 /* Rows that attend all valid keys, at which the additive mask is the same and so large that no score shows beside it, attend them evenly: rows of
- * padding do under finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows they are goes by
- * each row's own numbers; keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
+ * padding do under finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows
+ * they are goes by each row's own numbers; keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
 static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block,
                                                                const FMHA_NAME(forward_memory) *m, REAL keys, uint64_t wanted)
 {
@@ -615,7 +615,8 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
     uint64_t even = 0;
     int done = 0;
     fmha_valid_keys(p, block->b, &low, &high);
-    if (low >= high || !block->additive || mask->stride[3] != 1 || p->bool_mask.data || p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
+    if (low >= high || !block->additive || mask->stride[3] != 1 || p->bool_mask.data) return 0;
+    if (p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1) || block->row0[r] != low || block->row1[r] != high) continue;
         const char *at = FMHA_NAME(mask_row_at)(mask, block, r, 0, size);
