@@ -601,7 +601,7 @@ static REAL FMHA_NAME(power_of_keys)(const fmha_problem *p, const FMHA_NAME(rows
     return power;
 }
 
-/* Rows that attend all valid keys, at which the additive mask is the same and so large that no score shows beside it, attend them evenly: rows of
+/* Of a block to which an additive mask says something, rows that attend all valid keys, at which the mask is the same and so large that no score shows beside it, attend them evenly: rows of
  * padding do under finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows
  * they are goes by each row's own numbers; keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
 static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block,
@@ -615,7 +615,7 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
     uint64_t even = 0;
     int done = 0;
     fmha_valid_keys(p, block->b, &low, &high);
-    if (low >= high || !block->additive || mask->stride[3] != 1 || p->bool_mask.data) return 0;
+    if (low >= high || mask->stride[3] != 1 || p->bool_mask.data) return 0;
     if (p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1) || block->row0[r] != low || block->row1[r] != high) continue;

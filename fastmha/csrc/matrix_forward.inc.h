@@ -430,7 +430,7 @@ static void FMHA_NAME(add_powers)(const fmha_run *run, const FMHA_NAME(rows) *bl
     }
 }
 
-/* The same without the keys at the ends of each row that an additive mask, 0 at the others, probably drowns: see hopeful_block. Returns whether
+/* The same, of a block to which an additive mask says something, without the keys at the ends of each row that this, 0 at the others, probably drowns: see hopeful_block. Returns whether
  * they get nothing; else the block is as before. */
 static int FMHA_NAME(hopeful_matrix_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, uint64_t *odd)
 {
@@ -439,7 +439,7 @@ static int FMHA_NAME(hopeful_matrix_block)(const fmha_run *run, FMHA_NAME(rows) 
     ptrdiff_t from[BLOCK_ROWS], to[BLOCK_ROWS];
     const char *row[BLOCK_ROWS];
     REAL most, k = 0, v = 0;
-    if (!block->additive || FMHA_NAME(rescored)(p) || FMHA_NAME(low_runs)(p, block, 0, p->Lk, p->sinks != NULL, from, to, &most) <= 0) return 0;
+    if (FMHA_NAME(rescored)(p) || FMHA_NAME(low_runs)(p, block, 0, p->Lk, p->sinks != NULL, from, to, &most) <= 0) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) row[r] = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
     const FMHA_NAME(source) q = {.row = row, .rows = block->rows, .width = p->D};
     FMHA_NAME(add_powers)(run, block, block->j0, block->j1, &k, &v);
@@ -554,7 +554,7 @@ static void FMHA_NAME(matrix_forward)(void *context, ptrdiff_t index, int worker
         even = FMHA_NAME(even_rows)(run, &item, &block, &memory, keys, ALL_ROWS);
     }
     FMHA_NAME(t_configure)();
-    if (!FMHA_NAME(hopeful_matrix_block)(run, &block, &m, &odd)) odd = FMHA_NAME(matrix_block)(run, &block, &m);
+    if (!block.additive || !FMHA_NAME(hopeful_matrix_block)(run, &block, &m, &odd)) odd = FMHA_NAME(matrix_block)(run, &block, &m);
     if (run->weights) FMHA_NAME(matrix_write_weights)(run, &block, &m);
     t_release();
     odd = FMHA_NAME(write_matrix_block)(run, &block, &m, odd | even) & ~even;

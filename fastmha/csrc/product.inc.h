@@ -103,6 +103,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
 /* 8 rows are two tiles of 4: in one of 2 behind one of 6, each step would wait for the sums of the one before. */
 #define MICRO(mr, nv) \
     for (; rows - r >= (mr) && !((mr) == 6 && rows - r == 8); r += (mr)) MICRO_AT(mr, nv)
+/* Of several vectors those numbers that gain most: each is code of its own in every product. */
 #define MICRO_LAST(mr, nv) \
     if ((mr) < MICRO_ROWS(nv) && ((nv) == 1 || (mr) < 7 || ((nv) == 2 && (mr) % 2 == 0)) && left == (mr)) { \
         MICRO_AT(mr, nv); \

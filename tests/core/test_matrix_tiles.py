@@ -59,7 +59,7 @@ def exact(arrays, **rules):
 
 
 def assert_within(kind, results, expected, share=None):
-    for name, result, wanted in zip(RESULTS, results, expected, strict=False):
+    for name, result, wanted in zip(RESULTS[: len(expected)], results, expected, strict=True):
         result = result.astype(np.float64)
         np.testing.assert_array_equal(np.isneginf(result), np.isneginf(wanted), err_msg=name)
         finite = np.isfinite(wanted)
@@ -349,7 +349,7 @@ def test_a_key_that_makes_up_for_the_constant_counts(tiles, kind, key):
     arrays, mask = (q, k, v, g), np.where(removed_by("causal from the first key", 150, 400), -9984, 0).astype(KINDS[kind][0])
     results, wanted = attend(kind, arrays, mask=mask, scale=1 / 32), exact(arrays, mask=mask, scale=1 / 32)
     rows = slice(0, key)        # which have it under the constant; with it and without the constant lse is huge
-    for name, x, y in zip(RESULTS[:3], results, wanted[:3], strict=False):
+    for name, x, y in zip(RESULTS[:3], results[:3], wanted[:3], strict=True):
         x, y = x.astype(np.float64)[:, :, rows], y[:, :, rows]
         assert np.abs(x - y).max() <= KINDS[kind][2] * np.abs(y).max(), name
 

@@ -47,7 +47,7 @@ def test_the_gradients_are_those_of_the_oracle_and_of_idle_rows_zeros(isa, dtype
 
 @dtypes
 @pytest.mark.parametrize("rows", ROWS)
-def test_wherever_they_are_and_for_any_number_of_threads(isa, dtype, rows, rng):
+def test_idle_rows_anywhere_give_the_same_bits_for_any_number_of_threads(isa, dtype, rows, rng):
     arrays = idle(draw(rng, 2, 4, 2, 150, 230, 17, 24, dtype), rows)
     for rule in ("plain", "causal"):
         results = assert_oracle(arrays, rows, **RULES[rule])
