@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 import numpy as np
 
@@ -77,28 +78,26 @@ def parts_for(problem: Problem, rows: int, keys: int, backward: bool) -> int:
     """The same of so many query rows per key/value head on so many keys, with the problem's types, widths and scale."""
     if problem.is_double or not _core.has_tiles() or (problem.plain and resolve(problem.precision) == "highest"):
         return 0
-    _, _, Hkv, _, _, D, Dv = problem.shape
-    if 0 in (D, Dv, Hkv):
-        return 0
-    if not 1 / _SCALE_MOST <= abs(problem.scale) <= _SCALE_MOST:
-        return 0
-    types = {problem.q.dtype.char, problem.k.dtype.char}
-    if "d" in types:
-        return 0
-    parts = _PARTS[resolve(problem.precision)] if "f" in types else 2 if "e" in types else 1
+    parts = _parts_of_types(problem.q.dtype.char + problem.k.dtype.char, resolve(problem.precision))
     if parts == 0:
         return 0
     least = tuning.current().least_on_tiles(parts, "backward" if backward else "forward")
-    return parts if rows >= least[0] and keys >= least[1] else 0
+    if rows < least[0] or keys < least[1]:      # most small calls end here
+        return 0
+    _, _, _, _, _, D, Dv = problem.shape
+    return parts if D > 0 and Dv > 0 and 1 / _SCALE_MOST <= abs(problem.scale) <= _SCALE_MOST else 0
+
+
+@lru_cache(maxsize=64)
+def _parts_of_types(types: str, precision: str) -> int:
+    """The parts of operands of such types (their letters, that of bfloat16 as uint16's), where a precision permits any."""
+    return 0 if "d" in types else _PARTS[precision] if "f" in types else 2 if "e" in types else 1
 
 
 def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: int, k: int, n: int) -> int:
     """The bfloat16 parts in which a product (m, k) @ (k, n) of such types (bfloat16 as uint16) is taken on matrix tiles; 0: by
     vectors."""
-    types = of_a.char + of_b.char
-    if not _core.has_tiles() or "d" in types:
-        return 0
-    parts = _PARTS[resolve(precision)] if "f" in types else 2 if "e" in types else 1
+    parts = _parts_of_types(of_a.char + of_b.char, resolve(precision)) if _core.has_tiles() else 0
     if parts == 0:
         return 0
     rows, terms = tuning.current().least_on_tiles(parts, "products")

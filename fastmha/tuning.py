@@ -63,7 +63,7 @@ class Tuning:
 
     def least_on_tiles(self, parts: int, of: Literal["forward", "backward", "products"]) -> tuple[int, int]:
         """From which sizes on attention or products in so many parts pay on matrix tiles; NEVER: they do not."""
-        least: tuple[int, int] = getattr(self, f"{('one_part', 'two_parts')[parts - 1]}_{of}")
+        least: tuple[int, int] = getattr(self, _ON_TILES[parts, of])
         return least
 
     def decode_least(self, rows: int, itemsize: int) -> tuple[int, int] | None:
@@ -101,6 +101,9 @@ DEFAULTS: Mapping[str, Tuning] = MappingProxyType({
     "amx": _WIDE,               # its vectors are those of AVX-512
     "amx-emulated": _BASELINE,  # for tests; its vectors are the baseline's
 })
+_ON_TILES: Mapping[tuple[int, str], str] = MappingProxyType({(parts, of): f"{name}_{of}" for parts, name in
+                                                             ((1, "one_part"), (2, "two_parts"))
+                                                             for of in ("forward", "backward", "products")})
 OF_PRODUCTS = ("one_part_products", "two_parts_products")
 OF_TILES = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward", *OF_PRODUCTS)
 # What the numbers of a setting are, each with the least that is taken.
