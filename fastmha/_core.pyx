@@ -1484,6 +1484,19 @@ cdef ptrdiff_t split_bytes(Packed *c, ptrdiff_t of_head, ptrdiff_t s) noexcept n
     return (c.whole.p.Hkv - c.table[s * PACKED_COLUMNS + 5]) * of_head
 
 
+cdef int threads_for_packed(const Packed *c, bint decode, double factor, int threads) noexcept:
+    """Of so many threads those that all sequences together are worth; factor: their passes, in forward ones."""
+    cdef bint is_double = c.itemsize == 8
+    cdef double terms = 0
+    cdef fmha_run own
+    if threads == 1:
+        return 1
+    for s in range(c.sequences):
+        sequence_run(c, s, &own)
+        terms += decode_terms(&own.p, is_double) if decode else attention_terms(&own.p, is_double)
+    return threads_for(threads, factor * terms)
+
+
 def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     """Attention of sequences that lie end to end in q, k, v (1, heads, tokens, width), by "tiled" or "decode".
 
@@ -1497,6 +1510,7 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     cdef fmha_run own
     cdef Scratch numbers, scratch, chunks
     prepare_packed(&c, problem, table, out, lse)
+    threads = threads_for_packed(&c, decode, 1, threads)
     numbers = Scratch((2 * c.sequences + 2) * sizeof(int64_t), 1)
     c.first = <int64_t *>numbers.start
     if not decode and c.whole.p.parts > 0 and c.kernels.matrix_forward != NULL:
@@ -1551,6 +1565,7 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
     read_array(grad_k, &c.whole.grad_k, NULL, problem.stored_size, True)
     read_array(grad_v, &c.whole.grad_v, NULL, problem.stored_size, True)
     c.whole.row_states = pointer(states, True) if states is not None else NULL
+    threads = threads_for_packed(&c, False, BACKWARD_TERMS, threads)
     cdef bint on_tiles = c.whole.p.parts > 0 and c.kernels.matrix_backward != NULL
     cdef fmha_task task = c.kernels.matrix_backward if on_tiles else c.kernels.tiled_backward
     cdef packed_scratch of_thread = gradient_scratch_of if on_tiles else backward_scratch_of

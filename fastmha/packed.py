@@ -47,7 +47,8 @@ class _Packed(NamedTuple):
     lengths_q: np.ndarray
     starts_k: np.ndarray
     lengths_k: np.ndarray
-    ways: np.ndarray            # (S,) the way of each, an index into
+    alike: bool                 # whether all have the same lengths
+    ways: np.ndarray | None     # (S,) the way of each, an index into those taken; None: there is one
     ways_taken: list[_Way]
 
 
@@ -235,26 +236,32 @@ def _checked(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, rules: Rule
                              "last key")
         offsets = validate.offsets(rules.offset, len(of_q), 0, 0, "S")
     base = len(k) + 1
-    pairs, of_pair = np.unique(of_q * base + of_k, return_inverse=True)     # by one number: rows are slow to sort
-    width, group = q.shape[2], H // Hkv if Hkv else 0
-
-
-    def way(rows: int, keys: int) -> _Way:
-        parts = parts_for(whole, rows, keys, backward)
-        if rules.algorithm == AUTO and parts > 0:
-            return _Way(TILED.name, parts)
-        name, _ = choose_for(rows, keys, width, whole.itemsize, rules.algorithm, backward)
-        return _Way(name, parts if name == TILED.name else 0)
-
-    found = [way(pair // base * group, pair % base) for pair in pairs.tolist()]
-    if not found:
-        way(0, 0)       # its errors
-    taken = list(dict.fromkeys(found))
-    ways = np.array([taken.index(one) for one in found], np.int64)[of_pair.reshape(-1)]
+    pairs = (of_q * base + of_k).tolist()       # one number for both lengths
+    ways = {pair: _way(whole, pair // base, pair % base, rules.algorithm, backward) for pair in dict.fromkeys(pairs)}
+    if not ways:
+        _way(whole, 0, 0, rules.algorithm, backward)        # its errors
+    taken = list(dict.fromkeys(ways.values()))
+    way_of_each = None
+    if len(taken) > 1:
+        numbers = {pair: taken.index(way) for pair, way in ways.items()}
+        way_of_each = np.array([numbers[pair] for pair in pairs], np.int64)
     problem = Problem(whole.q, whole.k, whole.v, None, None, offsets, None, None, *whole.window,
                       whole.scale, whole.softcap, whole.sinks, whole.alibi, whole.draws)
     problem.element, problem.stored = whole.element, whole.stored
-    return _Packed(problem, np.cumsum(of_q) - of_q, of_q, np.cumsum(of_k) - of_k, of_k, ways, taken)
+    starts_q = of_q.cumsum() - of_q
+    starts_k = starts_q if of_k is of_q else of_k.cumsum() - of_k
+    return _Packed(problem, starts_q, of_q, starts_k, of_k, len(ways) == 1, way_of_each, taken)
+
+
+def _way(whole: Problem, Lq: int, Lk: int, algorithm: str, backward: bool) -> _Way:
+    """How a sequence of so many queries and keys is computed, with types, heads, widths and scale of the whole."""
+    _, H, Hkv, _, _, D, _ = whole.shape
+    rows = Lq * (H // Hkv) if Hkv else 0
+    parts = parts_for(whole, rows, Lk, backward)
+    if algorithm == AUTO and parts > 0:
+        return _Way(TILED.name, parts)
+    name, _ = choose_for(rows, Lk, D, whole.itemsize, algorithm, backward)
+    return _Way(name, parts if name == TILED.name else 0)
 
 
 def _lengths(name: str, lengths: Any, S: int | None, of: str, total: int) -> np.ndarray:
@@ -276,18 +283,23 @@ def _lengths(name: str, lengths: Any, S: int | None, of: str, total: int) -> np.
 def _runs(packed: _Packed, workers: int, backward: bool = False) -> Iterator[tuple[_Way, np.ndarray]]:
     """Of each way its sequences as the core takes them: a table of first query, queries, first key, keys, number, and key/value
     heads that are taken whole by a backward pass, and on matrix tiles."""
-    problem, *columns, ways, taken = packed
-    Hkv = problem.shape[2]
-    for number, way in enumerate(taken):
-        at = np.flatnonzero(ways == number)
+    Hkv = packed.problem.shape[2]
+    columns = packed.starts_q, packed.lengths_q, packed.starts_k, packed.lengths_k
+    for number, way in enumerate(packed.ways_taken):
+        at: Any = np.arange(len(packed.lengths_q)) if packed.ways is None else np.flatnonzero(packed.ways == number)
         work = (packed.lengths_q[at] + 1) * (packed.lengths_k[at] + 1)
-        order = np.argsort(-work, kind="stable")
-        at, work = at[order], work[order]
+        if not packed.alike:
+            order = (-work).argsort(kind="stable")
+            at, work = at[order], work[order]
+        table = np.empty((len(at), 6), np.int64)
+        for n, column in enumerate(columns):
+            table[:, n] = column[at]
+        table[:, 4] = at
+        table[:, 5] = Hkv
         # a head is split into many items, with the same bits, where it alone would keep one thread busy for long
-        split = workers > 1 and (backward or way.parts > 0)
-        long = work * (2 * workers) > work.sum() * Hkv if split else np.zeros(len(at), bool)
-        table = np.stack((*(c[at] for c in columns), at, np.where(long, 0, Hkv)), axis=1)
-        yield way, np.ascontiguousarray(table, np.int64)
+        if workers > 1 and (backward or way.parts > 0):
+            table[work * (2 * workers) > work.sum() * Hkv, 5] = 0
+        yield way, table
 
 
 def _one_by_one(packed: _Packed, table: np.ndarray) -> Iterator[tuple[Problem, slice, slice]]:
