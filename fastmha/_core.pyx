@@ -1918,7 +1918,10 @@ cdef void tile_product_item(void *context, ptrdiff_t index, int worker) noexcept
         last.bias += j0 * sizeof(float)
     if last.residual != NULL:
         last.residual += (i0 * last.ld + j0) * s.size_c
-    s.kernels.tile_gemm(&s.x, i0, item.rows, j0, cols, c, ldc, &last, s.scratch + worker * s.scratch_size)
+    if s.large:                 # another item has seen that
+        return
+    if s.kernels.tile_gemm(&s.x, i0, item.rows, j0, cols, c, ldc, &last, s.scratch + worker * s.scratch_size):
+        s.large = True
 
 
 def has_tiles():
@@ -1957,7 +1960,7 @@ def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads
     Returns False, with c undefined, where some number is too large or not finite."""
     cdef TileProduct s
     cdef ptrdiff_t shape[4]
-    cdef ptrdiff_t slice_rows, slice_cols, bytes_a, bytes_b = 0
+    cdef ptrdiff_t slice_rows, slice_cols
     cdef fmha_array added
     cdef Scratch shared, scratch
     s.kernels = kernel_tables[0]
@@ -1980,23 +1983,21 @@ def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads
     if residual is not None:
         read_array(residual, &added, NULL, s.size_c, False)
         s.last.residual, s.last.ld = added.data, added.stride[2]
-    bytes_a = s.x.parts_a * s.kernels.tiles_size(s.x.M, s.x.K) * 2
+    s.x.most_rows = slice_rows
+    shared = Scratch(s.x.parts_a * s.kernels.tiles_size(s.x.M, s.x.K) * 2, 1)
+    s.tiles_a = shared.start
+    s.x.a, s.x.b = s.tiles_a, pointer(packed, False) if packed is not None else NULL
     if packed is None:
-        bytes_b = s.x.parts_b * s.kernels.tiles_size(s.x.N, s.x.K) * 2
-    shared = Scratch(bytes_a + bytes_b, 1)
-    s.tiles_a, s.tiles_b = shared.start, shared.start + bytes_a
-    if packed is not None:
-        s.tiles_b = pointer(packed, False)
-    s.x.a, s.x.b = s.tiles_a, s.tiles_b
+        s.x.raw, s.x.raw_type, s.x.raw_transposed = s.b.data, s.element_b, trans_b
+        s.x.raw_stride = leading(&s.b, s.x.K if trans_b else s.x.N)
     s.of_a = fmha_matrices_cut(1, s.x.M, PACKED_ROWS, 1, 0)
-    s.of_b = fmha_matrices_cut(1, s.x.N if packed is None else 0, PACKED_ROWS, 1, 0)
     s.a_items = fmha_items(&s.of_a)
     s.cut = fmha_matrices_cut(shape[0], shape[2], slice_rows, s.x.N, slice_cols)
     cdef ptrdiff_t items = fmha_items(&s.cut)
-    scratch = scratch_for(64 * 4 * (slice_rows + 16), items, threads)
+    scratch = scratch_for(s.kernels.tile_scratch(&s.x), items, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:
-        fmha_pool_run(pack_tiles_item, &s, s.a_items + fmha_items(&s.of_b), threads)
+        fmha_pool_run(pack_tiles_item, &s, s.a_items, threads)
         if not s.large:
             fmha_pool_run(tile_product_item, &s, items, scratch.threads)
     finish()

@@ -73,8 +73,9 @@ cdef extern from "csrc/fastmha.h" nogil:
     ctypedef struct fmha_tile_product:
         const void *a
         const void *b
-        ptrdiff_t M, N, K
-        int parts_a, parts_b, type_c
+        const void *raw
+        ptrdiff_t M, N, K, raw_stride, most_rows
+        int parts_a, parts_b, type_c, raw_type, raw_transposed
 
     ctypedef struct fmha_norm:
         ptrdiff_t width
@@ -139,8 +140,9 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*tiles_size)(ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t,
                           void *) noexcept nogil
-        void (*tile_gemm)(const fmha_tile_product *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, void *, ptrdiff_t,
-                          const fmha_finish *, void *) noexcept nogil
+        int (*tile_gemm)(const fmha_tile_product *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t, void *, ptrdiff_t,
+                         const fmha_finish *, void *) noexcept nogil
+        ptrdiff_t (*tile_scratch)(const fmha_tile_product *) noexcept nogil
         void (*gemm)(int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, const void *, ptrdiff_t,
                      void *, ptrdiff_t, const fmha_finish *, const void *, void *) noexcept nogil
         void (*gemm_pack)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *) noexcept nogil

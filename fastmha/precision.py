@@ -101,6 +101,8 @@ def parts_of_product(of_a: np.dtype, of_b: np.dtype, precision: str | None, m: i
     if parts == 0:
         return 0
     rows, terms = tuning.current().least_on_tiles(parts, "products")
+    if "f" in (of_a.char, of_b.char):       # twice the bytes to read for the same products
+        rows = max(rows, tuning.TILE[0])
     return parts if m >= rows and k >= terms and n >= terms else 0
 
 

@@ -22,7 +22,7 @@ from fastmha import _core, validate
 
 VARIABLE = "FASTMHA_TUNING"
 FORMAT = 2
-TILE = (16, 32)             # rows, and keys or terms, of one matrix tile: no setting of tiles is below
+TILE = (16, 32)             # rows, and keys or terms, of one matrix tile: no setting of tiles is below, but for rows of products
 _MOST = 2**62
 NEVER = 2**50               # no lengths, and no bytes of keys, are so many
 _MOST_BYTES = 1 << 20       # of a file: hundreds of times what there is to say
@@ -97,7 +97,7 @@ DEFAULTS: Mapping[str, Tuning] = MappingProxyType({
     "avx512": _WIDE,
     # twice the rate of float32, so that the three products of two parts take longer than one of float32
     "avx512bf16": replace(_WIDE, two_parts_forward=(NEVER, NEVER), two_parts_backward=(NEVER, NEVER),
-                          two_parts_products=(NEVER, NEVER)),
+                          two_parts_products=(NEVER, NEVER), one_part_products=(8, TILE[1])),       # its tiles are vectors
     "amx": _WIDE,               # its vectors are those of AVX-512
     "amx-emulated": _BASELINE,  # for tests; its vectors are the baseline's
 })
@@ -109,7 +109,8 @@ OF_TILES = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_p
 # What the numbers of a setting are, each with the least that is taken.
 _NUMBERS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
     "decode": (("rows", 1), ("bytes of a key", 0), ("bytes of all keys", 0)),
-    **{name: (("rows", TILE[0]), ("terms" if name in OF_PRODUCTS else "keys", TILE[1])) for name in OF_TILES},
+    **{name: (("rows", 1 if name in OF_PRODUCTS else TILE[0]), ("terms" if name in OF_PRODUCTS else "keys", TILE[1]))
+       for name in OF_TILES},
     "contiguous": (("tokens", 1), ("bytes of a token and head", 1), ("bytes of a head", 1)),
 })
 _lock = threading.Lock()

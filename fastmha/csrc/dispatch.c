@@ -38,6 +38,7 @@ static const fmha_kernels *with_tiles(const char *name, const fmha_kernels *vect
     all.tiles_size = tiles->tiles_size;
     all.pack_tiles = tiles->pack_tiles;
     all.tile_gemm = tiles->tile_gemm;
+    all.tile_scratch = tiles->tile_scratch;
     memcpy(both, &all, sizeof all);
     return both;
 }

@@ -43,6 +43,7 @@ const fmha_kernels FMHA_NAME(tile_kernels) = {
     .tiles_size = FMHA_NAME(tiles_size),
     .pack_tiles = FMHA_NAME(pack_tiles),
     .tile_gemm = FMHA_NAME(tile_gemm),
+    .tile_scratch = FMHA_NAME(tile_scratch),
 };
 #else
 const fmha_kernels FMHA_NAME(kernels) = {

@@ -89,11 +89,12 @@ static inline fmha_finish fmha_finish_at(const fmha_finish *last, ptrdiff_t m, p
     return part;
 }
 
-/* A product c (M, N) <- a (M, K) @ b (K, N) on matrix tiles: operands as pack_tiles leaves them, c of an element type. */
+/* A product c (M, N) <- a (M, K) @ b (K, N) on matrix tiles: operands as pack_tiles leaves them, c of an element type. b may be NULL:
+ * then it is `raw`, (K, N) or transposed (N, K), of an element type and with rows so many elements apart. Slices have most_rows at most. */
 typedef struct {
-    const void *a, *b;
-    ptrdiff_t M, N, K;
-    int parts_a, parts_b, type_c;
+    const void *a, *b, *raw;
+    ptrdiff_t M, N, K, raw_stride, most_rows;
+    int parts_a, parts_b, type_c, raw_type, raw_transposed;
 } fmha_tile_product;
 
 /* Scratch up to here is kept from one run to the next; not in a checked build, which watches its ends. */
@@ -239,12 +240,14 @@ typedef struct {
     ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode, ptrdiff_t share);
     ptrdiff_t (*gradient_kept)(const fmha_problem *p, ptrdiff_t share);       /* as backward_kept */
 
-    /* Products of matrices on tiles: elements of a packed operand's part, packing some of its rows or columns, a slice of the result. */
+    /* Products of matrices on tiles: elements of a packed operand's part, packing some of its rows or columns, a slice of the result,
+     * which returns whether some number of a raw operand is too large or not finite (then it is undefined), and its bytes of scratch. */
     ptrdiff_t (*tiles_size)(ptrdiff_t outer, ptrdiff_t terms);
     int (*pack_tiles)(int is_first, int outer_along, int type, int parts, ptrdiff_t from, ptrdiff_t many, ptrdiff_t terms, const void *x,
                       ptrdiff_t stride, ptrdiff_t outer, void *to);
-    void (*tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns, void *c, ptrdiff_t ldc,
+    int (*tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns, void *c, ptrdiff_t ldc,
                       const fmha_finish *last, void *scratch);
+    ptrdiff_t (*tile_scratch)(const fmha_tile_product *x);
 
     /* c (M, N) := activation(op(a) @ op(b) + bias) + residual as `last` has it, row-major; scratch of gemm_scratch(M, N, K) elements.
      * packed: b (K, N) as gemm_pack has left it in K times N rounded up to whole vectors elements, or NULL; then a slice of columns

@@ -297,38 +297,77 @@ enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transpose
 #define LARGE_PART POWER(55)    /* sums of so many products of such numbers are far from overflow */
 #define LARGE_BITS ((127 + 55) << 7)        /* its bits as bfloat16 */
 
+/* tile (16), and next (16) behind its columns, <- rows i to i+32 of x from element d on, two side by side: store: into memory, at `to` and
+ * `halves` - 1 tiles `step` apart. whole: all of these are there. */
+INLINED void FMHA_NAME(interleaved_rows)(const int type, const int parts, const int whole, const int store, const FMHA_NAME(source) *x,
+                                         ptrdiff_t i, ptrdiff_t d, int halves, FMHA_NAME(row) tile[][2][TILE_ROWS], uint16_t *to,
+                                         ptrdiff_t step, ptrdiff_t plane, FMHA_NAME(row) *largest)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), stride = x->stride * size;
+    const char *from = whole ? x->data + i * stride + d * size : NULL;
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) {
+        FMHA_NAME(row) first[2], second[2], low, high;
+        if (whole) {
+            FMHA_NAME(load_row)(type, parts, from + 2 * r * stride, TILE_TERMS, first);
+            FMHA_NAME(load_row)(type, parts, from + (2 * r + 1) * stride, TILE_TERMS, second);
+        } else {
+            FMHA_NAME(source_row)(type, parts, x, i + 2 * r, d, first);
+            FMHA_NAME(source_row)(type, parts, x, i + 2 * r + 1, d, second);
+        }
+        *largest = r_sizes(*largest, first[0]);
+        *largest = r_sizes(*largest, second[0]);
+#pragma GCC unroll 2
+        for (int p = 0; p < parts; p++) {
+            FMHA_NAME(interleave)(first[p], second[p], &low, &high);
+            if (!store) {
+                tile[p][0][r] = low;
+                tile[p][1][r] = high;
+                continue;
+            }
+            r_store(to + p * plane + r * TILE_TERMS, low);
+            if (halves > 1) r_store(to + p * plane + step * TILE_SIZE + r * TILE_TERMS, high);
+        }
+    }
+}
+
 /* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart; rows of zeros
- * up to a multiple of 32. Returns whether
- * some number is not finite or as large as LARGE_PART. */
+ * up to a multiple of 32. Returns whether some number is not finite or as large as LARGE_PART. */
 INLINED int FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to,
                                ptrdiff_t plane)
 {
-    const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second);
-    FMHA_NAME(row) largest = r_zero(), row[2 * TILE_ROWS][2], tile[2][TILE_ROWS];
+    const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second), store = way == FMHA_NAME(second);
+    FMHA_NAME(row) largest = r_zero(), tile[2][2][TILE_ROWS];
     for (ptrdiff_t i = 0; i < ROUND_UP(x->rows, TILE_TERMS); i += over_rows ? TILE_TERMS : TILE_ROWS)
         for (ptrdiff_t d = 0; d < x->width; d += TILE_TERMS) {
             uint16_t *at = to + (over_rows ? d / TILE_ROWS * step + i / TILE_TERMS : i / TILE_ROWS * step + d / TILE_TERMS) * TILE_SIZE;
-#pragma GCC unroll 32
-            for (int r = 0; r < (over_rows ? 2 : 1) * TILE_ROWS; r++) {
-                FMHA_NAME(source_row)(type, parts, x, i + r, d, row[r]);
-                largest = r_sizes(largest, row[r][0]);
-                for (int p = 0; way == FMHA_NAME(first) && p < parts; p++) r_store(at + p * plane + r * TILE_TERMS, row[r][p]);
+            const int halves = over_rows && x->width - d > TILE_ROWS ? 2 : 1;
+            if (store && !x->row && !x->left_out && x->rows - i >= TILE_TERMS && x->width - d >= TILE_TERMS) {
+                FMHA_NAME(interleaved_rows)(type, parts, 1, 1, x, i, d, 2, NULL, at, step, plane, &largest);
+                continue;
+            }
+            if (over_rows) {
+                FMHA_NAME(interleaved_rows)(type, parts, 0, store, x, i, d, halves, tile, at, step, plane, &largest);
+                if (store) continue;
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < TILE_ROWS && !over_rows; r++) {
+                FMHA_NAME(row) row[2];
+                FMHA_NAME(source_row)(type, parts, x, i + r, d, row);
+                largest = r_sizes(largest, row[0]);
+                for (int p = 0; p < parts; p++) {
+                    if (way == FMHA_NAME(first)) r_store(at + p * plane + r * TILE_TERMS, row[p]);
+                    else tile[p][0][r] = row[p];
+                }
             }
             if (way == FMHA_NAME(first)) continue;
 #pragma GCC unroll 2
-            for (int p = 0; p < parts; p++, at += plane) {
-                const int halves = !over_rows ? 1 : x->width - d > TILE_ROWS ? 2 : 1;
-#pragma GCC unroll 16
-                for (int r = 0; r < TILE_ROWS; r++) {
-                    if (over_rows) FMHA_NAME(interleave)(row[2 * r][p], row[2 * r + 1][p], &tile[0][r], &tile[1][r]);
-                    else tile[0][r] = row[r][p];
-                }
+            for (int p = 0; p < parts; p++)
                 for (int half = 0; half < halves; half++) {
-                    if (way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second_transposed)) FMHA_NAME(transpose_words)(tile[half]);
+                    FMHA_NAME(transpose_words)(tile[p][half]);
 #pragma GCC unroll 16
-                    for (int r = 0; r < TILE_ROWS; r++) r_store(at + half * step * TILE_SIZE + r * TILE_TERMS, tile[half][r]);
+                    for (int r = 0; r < TILE_ROWS; r++) r_store(at + p * plane + half * step * TILE_SIZE + r * TILE_TERMS, tile[p][half][r]);
                 }
-            }
         }
     return FMHA_NAME(reaches)(largest, LARGE_BITS);
 }
@@ -416,10 +455,14 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 
 /* ------------------------------------------------------------------------------------------------------------ products */
 
+/* Where the sums of a product go: they are those of `sums`; they are added to them; or the sums there go on, as if the terms before were
+ * of this product. Registers of tiles always go on. */
+enum { FMHA_NAME(begin), FMHA_NAME(add_to), FMHA_NAME(go_on) };
+
 #if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
 #define TERM_GRAIN 2        /* terms, or keys, at whose multiples a product may end; it writes the rows that are asked for */
 
-/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b over so many pairs of terms, of some rows of a tile of a
+/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b, in the order that `add` says, over so many pairs of terms, of some rows of a tile of a
  * and of one or two tiles of b. */
 INLINED void FMHA_NAME(pair_products)(const int a_parts, const int b_parts, const int rows, const int vectors, const int add,
                                       ptrdiff_t kept, ptrdiff_t pairs, const uint16_t *a, ptrdiff_t a_plane, const uint16_t *b,
@@ -430,7 +473,7 @@ INLINED void FMHA_NAME(pair_products)(const int a_parts, const int b_parts, cons
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) sum[r][v] = v_splat(0);
+        for (int v = 0; v < vectors; v++) sum[r][v] = add == FMHA_NAME(go_on) && r < kept ? v_load(sums + r * ld + v * LANES) : v_splat(0);
     for (; pairs > 0; pairs -= TILE_TERMS / 2, a += TILE_SIZE, b += TILE_SIZE)
 #pragma GCC unroll 2
         for (int of_a = 0; of_a < a_parts; of_a++)
@@ -456,7 +499,7 @@ INLINED void FMHA_NAME(pair_products)(const int a_parts, const int b_parts, cons
 #pragma GCC unroll 2
         for (int v = 0; v < vectors && r < kept; v++) {
             float *to = sums + r * ld + v * LANES;
-            v_store(to, add ? v_load(to) + sum[r][v] : sum[r][v]);
+            v_store(to, add == FMHA_NAME(add_to) ? v_load(to) + sum[r][v] : sum[r][v]);
         }
 }
 
@@ -551,7 +594,8 @@ static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t
 {
 #define OF_PARTS(of_a, of_b) \
     case 4 * of_a + of_b: \
-        if (add) FMHA_NAME(tile_product_of)(of_a, of_b, 1, rows, columns, terms, a, b, sums, ld); \
+        if (add == FMHA_NAME(go_on)) FMHA_NAME(tile_product_of)(of_a, of_b, FMHA_NAME(go_on), rows, columns, terms, a, b, sums, ld); \
+        else if (add) FMHA_NAME(tile_product_of)(of_a, of_b, 1, rows, columns, terms, a, b, sums, ld); \
         else FMHA_NAME(tile_product_of)(of_a, of_b, 0, rows, columns, terms, a, b, sums, ld); \
         break
     switch (4 * a->parts + b->parts) {

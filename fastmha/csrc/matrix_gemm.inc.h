@@ -1,5 +1,6 @@
-/* Products of matrices for the projections on matrix tiles: both operands are packed first, each once, then slices of the result are
- * summed in float32, finished, and rounded to their element type. */
+/* Products of matrices for the projections on matrix tiles: operands are packed first, each once, then slices of the result are summed in
+ * float32, finished, and rounded to their element type. Where few rows would leave the packing of the second operand to cost more than the
+ * product, it is packed piece by piece as it is multiplied. */
 
 /* Elements of an operand in tiles with so many rows or columns along the result, and terms of the sum: of one part. */
 static ptrdiff_t FMHA_NAME(tiles_size)(ptrdiff_t outer, ptrdiff_t terms)
@@ -23,24 +24,76 @@ static int FMHA_NAME(pack_tiles)(int is_first, int outer_along, int type, int pa
     return FMHA_NAME(pack_operand)(way, type, &source, &operand);
 }
 
-/* c (rows, columns) of an element type <- activation(a @ b + bias) + residual: rows from i0 and columns from j0 on, multiples of 16, of
- * operands of M rows, N columns and K terms. bias is of float32, residual of c's type. 32 columns are finished before the next begin:
- * their sums, in scratch of 64 float32 for each row in whole tiles, stay in the first cache. */
-static void FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns, void *c, ptrdiff_t ldc,
-                                 const fmha_finish *last, void *scratch)
+/* How much is multiplied at a time: columns whose sums are held, and tiles of terms. Of an operand that is packed meanwhile as many columns
+ * as let their sums and what is packed stay in the second cache: its rows are read from memory in long pieces. */
+typedef struct { ptrdiff_t columns, tiles; } FMHA_NAME(gemm_step);
+
+static FMHA_NAME(gemm_step) FMHA_NAME(step_of)(const fmha_tile_product *x)
 {
-    const ptrdiff_t step = (x->K + TILE_TERMS - 1) / TILE_TERMS, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, ld = 2 * TILE_ROWS;
-    const ptrdiff_t size = FMHA_NAME(stored_size)(x->type_c);
+    const ptrdiff_t most = RAW_SUMS / ROUND_UP(x->most_rows, TILE_ROWS) / TILE_TERMS * TILE_TERMS;
+    const ptrdiff_t limit = x->raw_transposed ? RAW_COLUMNS_LYING : RAW_COLUMNS;
+    const ptrdiff_t columns = x->b || most < TILE_TERMS ? TILE_TERMS : most < limit ? most : limit;
+    const ptrdiff_t tiles = RAW_PACKED / (columns * TILE_TERMS);
+    return (FMHA_NAME(gemm_step)){columns, x->b || tiles > GEMM_TILES ? GEMM_TILES : tiles};
+}
+
+/* Elements of a part of a raw operand that is packed at a time. */
+static ptrdiff_t FMHA_NAME(raw_size)(FMHA_NAME(gemm_step) at_a_time)
+{
+    return at_a_time.columns * at_a_time.tiles * TILE_TERMS;
+}
+
+/* Bytes of scratch for a slice of a product: two times its sums at a time, and what is packed of a raw operand. */
+static ptrdiff_t FMHA_NAME(tile_scratch)(const fmha_tile_product *x)
+{
+    const FMHA_NAME(gemm_step) at_a_time = FMHA_NAME(step_of)(x);
+    return 2 * ROUND_UP(x->most_rows, TILE_ROWS) * at_a_time.columns * (ptrdiff_t)sizeof(REAL)
+           + (x->b ? 0 : x->parts_b * FMHA_NAME(raw_size)(at_a_time)) * (ptrdiff_t)sizeof(uint16_t);
+}
+
+/* Of a raw operand columns n .. n+many and terms k .. k+terms of the sum, as they lie. */
+static FMHA_NAME(source) FMHA_NAME(raw_part)(const fmha_tile_product *x, ptrdiff_t n, ptrdiff_t many, ptrdiff_t k, ptrdiff_t terms)
+{
+    const ptrdiff_t at = x->raw_transposed ? n * x->raw_stride + k : k * x->raw_stride + n;
+    return (FMHA_NAME(source)){
+        .data = (const char *)x->raw + at * FMHA_NAME(stored_size)(x->raw_type), .stride = x->raw_stride,
+        .rows = x->raw_transposed ? many : terms, .width = x->raw_transposed ? terms : many,
+    };
+}
+
+/* c (rows, columns) of an element type <- activation(a @ b + bias) + residual: rows from i0 and columns from j0 on, multiples of 16, of
+ * operands of M rows, N columns and K terms. bias is of float32, residual of c's type. Some columns are finished before the next begin:
+ * 32, whose sums stay in the first cache, or more where b is raw: of it the terms of a few tiles are packed at a time, in scratch. Returns
+ * whether some number of these is not finite or as large as LARGE_PART. */
+static int FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns, void *c, ptrdiff_t ldc,
+                                const fmha_finish *last, void *scratch)
+{
+    const ptrdiff_t step = (x->K + TILE_TERMS - 1) / TILE_TERMS, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const FMHA_NAME(gemm_step) at_a_time = FMHA_NAME(step_of)(x);
+    const ptrdiff_t size = FMHA_NAME(stored_size)(x->type_c), ld = at_a_time.columns;
     REAL *sums = scratch, *added = sums + row_tiles * TILE_ROWS * ld;
+    const FMHA_NAME(operand) raw = {(const uint16_t *)(added + row_tiles * TILE_ROWS * ld), at_a_time.tiles, FMHA_NAME(raw_size)(at_a_time),
+                                     x->parts_b};
+    int large = 0;
     FMHA_NAME(t_configure)();
-    for (ptrdiff_t n = 0; n < columns; n += ld) {
+    for (ptrdiff_t n = 0; n < columns && !large; n += ld) {
         const ptrdiff_t many = columns - n < ld ? columns - n : ld;
-        for (ptrdiff_t k = 0; k < step; k += GEMM_TILES) {
+        for (ptrdiff_t k = 0; k < step; k += at_a_time.tiles) {
+            const ptrdiff_t left = x->K - k * TILE_TERMS, terms = left < at_a_time.tiles * TILE_TERMS ? left : at_a_time.tiles * TILE_TERMS;
             const FMHA_NAME(operand) a = {(const uint16_t *)x->a + (i0 / TILE_ROWS * step + k) * TILE_SIZE, step, FMHA_NAME(tiles_size)(x->M, x->K), x->parts_a};
-            const FMHA_NAME(operand) b = {(const uint16_t *)x->b + ((j0 + n) / TILE_ROWS * step + k) * TILE_SIZE, step,
-                                          FMHA_NAME(tiles_size)(x->N, x->K), x->parts_b};
-            FMHA_NAME(tile_product)(k > 0, rows, ROUND_UP(many, TILE_ROWS), step - k < GEMM_TILES ? x->K - k * TILE_TERMS : GEMM_TILES * TILE_TERMS,
-                                    &a, &b, sums, ld);
+            FMHA_NAME(operand) b = raw;
+            if (x->b) {
+                b = (FMHA_NAME(operand)){(const uint16_t *)x->b + ((j0 + n) / TILE_ROWS * step + k) * TILE_SIZE, step,
+                                         FMHA_NAME(tiles_size)(x->N, x->K), x->parts_b};
+            } else {
+                const FMHA_NAME(source) part = FMHA_NAME(raw_part)(x, j0 + n, many, k * TILE_TERMS, terms);
+                large |= FMHA_NAME(pack_operand)(x->raw_transposed ? FMHA_NAME(second_transposed) : FMHA_NAME(second), x->raw_type, &part, &b);
+            }
+            for (ptrdiff_t m = 0; m < many; m += TILE_TERMS) {
+                const FMHA_NAME(operand) own = FMHA_NAME(operand_at)(&b, m / TILE_ROWS, 0);
+                const ptrdiff_t wide = many - m < TILE_TERMS ? ROUND_UP(many - m, TILE_ROWS) : TILE_TERMS;
+                FMHA_NAME(tile_product)(k > 0 ? FMHA_NAME(go_on) : FMHA_NAME(begin), rows, wide, terms, &a, &own, sums + m, ld);
+            }
         }
         if (step == 0) memset(sums, 0, (size_t)(row_tiles * TILE_ROWS * ld) * sizeof(REAL));
         fmha_finish own = *last;
@@ -55,4 +108,5 @@ static void FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdi
         FMHA_NAME(store_sums)(x->type_c, rows, many, sums, ld, (char *)c + n * size, ldc);
     }
     t_release();
+    return large;
 }

@@ -490,11 +490,40 @@ def test_products_of_whole_numbers_are_exact(tiles, M, N, K):
         assert np.array_equal(out, a @ b)
 
 
-def test_a_product_says_when_tiles_cannot_do_it(tiles):
-    a, b, out = np.ones((32, 32), np.float32), np.ones((32, 32), np.float32), np.empty((32, 32), np.float32)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 2100, 70), (9, 4200, 130), (40, 1100, 300), (200, 333, 530), (600, 70, 290)])
+def test_a_product_has_the_bits_of_the_same_of_a_packed_operand_in_any_slices(tiles, M, N, K):
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(-8, 9, (M, K)).astype(np.float32), rng.integers(-8, 9, (K, N)).astype(np.float32)
+    assert np.array_equal(product_of(a, b, (16, 32), 1), a @ b)
+    for of, parts in ((bfloat16, 1), (np.float32, 2)):
+        x, y = a.astype(of), b.astype(of) * of(0.3)
+        tiles_of_y = np.empty(_core.tiles_bytes(N, K, parts), np.uint8)
+        assert _core.pack_tiles(validate.bits(y), tiles_of_y, parts, 2)
+        whole = (-(-M // 16) * 16, -(-N // 32) * 32)
+        wanted = product_of(x, y, whole, parts, packed=tiles_of_y)
+        assert np.abs(wanted - x.astype(float) @ y.astype(float)).max() <= 2.0**-8 * np.abs(wanted).max()
+        for slices in (whole, (16, 32), (64, 544)):
+            for trans_b in (False, True):
+                assert_same([product_of(x, y, slices, parts, trans_b=trans_b)], [wanted])
+
+
+def product_of(a, b, slices, parts, trans_b=False, packed=None):
+    """a @ b in float32 on matrix tiles, b transposed in memory or packed."""
+    out = np.empty((len(a), b.shape[1]), np.float32)
+    operand = None if packed is not None else validate.bits(np.ascontiguousarray(b.T) if trans_b else b)
+    assert _core.matmul_matrix(validate.bits(a), operand, out, False, trans_b, None, slices, 2, parts, packed)
+    return out
+
+
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_a_product_says_when_tiles_cannot_do_it(tiles, trans_b):
+    a, b, out = np.ones((32, 700), np.float32), np.ones((700, 1500), np.float32), np.empty((32, 1500), np.float32)
     for bad in (np.nan, np.inf, 1e20):
-        b[3, 4] = bad
-        assert not _core.matmul_matrix(a, b, out, False, False, None, (32, 32), 1, 2)
+        for at in ((3, 4), (699, 1499)):
+            b[at] = bad
+            operand = np.ascontiguousarray(b.T) if trans_b else b
+            assert not _core.matmul_matrix(a, operand, out, False, trans_b, None, (32, 1504), 1, 2)
+            b[at] = 1
 
 
 @pytest.mark.skipif("amx" not in TILE_ISAS, reason="this machine has no AMX")
