@@ -10,6 +10,7 @@
                 over the best of them
     balance     the share of the threads that the plan predicts to be busy; nothing is timed
     threads     the time of one thread over that of all, of calls with few rows, heads or tokens, and of plain ones
+    half        modules of half precision on few tokens, against float32 (bfloat16 needs the package ml_dtypes)
     calls       what a tiny call costs beyond its arithmetic
 
 How it is timed: the arms of one comparison take turns, in turning order, for about `--seconds` (at least three rounds);
@@ -754,12 +755,50 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
                 "allocation of results and of what lies between.")
 
 
+# ---------------------------------------------------------------------------------------------- half precision
+
+HALF_TOKENS = (1, 4, 8, 16, 64, 256)
+HALF_WIDTHS = (512, 768, 1024, 2048)
+HALF_BOUND = 3e-2           # of the largest number, eight roundings to bfloat16
+
+
+def half_arms(d_model: int, tokens: int, threads: int) -> dict[str, Callable[[], Any]]:
+    """The forward of a module on few tokens by dtype, after a look at the answers; "packed" is frozen, its weights are packed."""
+    X = np.random.default_rng(0).standard_normal((1, tokens, d_model), np.float32)
+    arms: dict[str, Callable[[], Any]] = {}
+    outs = {}
+    for name in ("float32", "float16", "bfloat16", "bfloat16 packed"):
+        dtype = validate.element_type("dtype", name.split()[0])
+        given = X.astype(dtype)
+        module = fastmha.MultiHeadAttention(d_model, d_model // 64, dtype=dtype, rng=0)
+        if name.endswith("packed"):
+            module.freeze()
+        arms[name] = lambda module=module, X=given: module.forward(X, training=False, num_threads=threads)
+        outs[name] = arms[name]().astype(np.float32)
+        if np.abs(outs[name] - outs["float32"]).max() > HALF_BOUND * np.abs(outs["float32"]).max():
+            raise SystemExit(f"{name}, d_model {d_model}, {tokens} tokens: the answer is not that of float32")
+    return arms
+
+
+def half(options: argparse.Namespace) -> Iterator[Table]:
+    # elsewhere numbers of half precision are converted, which costs what reading half of the bytes gives
+    floor = Floor(high=1.0) if _core.has_tiles() else None
+    for d_model in HALF_WIDTHS:
+        findings = []
+        for tokens in HALF_TOKENS:
+            best = best_times(half_arms(d_model, tokens, options.threads), options.seconds)
+            ratios = {name: seconds / best["float32"] for name, seconds in best.items() if name != "float32"}
+            findings.append(Finding(f"{tokens} tokens", {"float32, ms": f"{best['float32'] * 1e3:.3f}", **ratios}, floor,
+                                    ("bfloat16", "bfloat16 packed")))
+        yield Table(f"Half precision, module forward, d_model {d_model}: time over float32's", findings)
+
+
 # ---------------------------------------------------------------------------------------------- the command
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Table]]] = {
     "memory": memory,       # first: a child may inherit the peak of a parent that has grown
     "cliffs": cliffs, "inputs": inputs, "growth": growth, "crossover": crossover, "balance": balance, "threads": shared,
-    "calls": calls,
+    "half": half, "calls": calls,
 }
 
 
