@@ -97,7 +97,7 @@ DEFAULTS: Mapping[str, Tuning] = MappingProxyType({
     "avx512": _WIDE,
     # twice the rate of float32, so that the three products of two parts take longer than one of float32
     "avx512bf16": replace(_WIDE, two_parts_forward=(NEVER, NEVER), two_parts_backward=(NEVER, NEVER),
-                          two_parts_products=(NEVER, NEVER), one_part_products=(8, TILE[1])),       # its tiles are vectors
+                          two_parts_products=(NEVER, NEVER), one_part_products=(6, TILE[1])),       # its tiles are vectors
     "amx": _WIDE,               # its vectors are those of AVX-512
     "amx-emulated": _BASELINE,  # for tests; its vectors are the baseline's
 })

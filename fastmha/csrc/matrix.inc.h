@@ -298,15 +298,16 @@ enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transpose
 #define LARGE_BITS ((127 + 55) << 7)        /* its bits as bfloat16 */
 
 /* tile (16), and next (16) behind its columns, <- rows i to i+32 of x from element d on, two side by side: store: into memory, at `to` and
- * `halves` - 1 tiles `step` apart. whole: all of these are there. */
-INLINED void FMHA_NAME(interleaved_rows)(const int type, const int parts, const int whole, const int store, const FMHA_NAME(source) *x,
+ * `halves` - 1 tiles `step` apart. whole: all of these are there, and PAIRS_TOGETHER pairs from `pair` on are taken. */
+INLINED void FMHA_NAME(interleaved_rows)(const int type, const int parts, const int whole, const int store, int pair, const FMHA_NAME(source) *x,
                                          ptrdiff_t i, ptrdiff_t d, int halves, FMHA_NAME(row) tile[][2][TILE_ROWS], uint16_t *to,
                                          ptrdiff_t step, ptrdiff_t plane, FMHA_NAME(row) *largest)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), stride = x->stride * size;
     const char *from = whole ? x->data + i * stride + d * size : NULL;
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE_ROWS; r++) {
+    for (int n = 0; n < (whole ? PAIRS_TOGETHER : TILE_ROWS); n++) {
+        const int r = pair + n;
         FMHA_NAME(row) first[2], second[2], low, high;
         if (whole) {
             FMHA_NAME(load_row)(type, parts, from + 2 * r * stride, TILE_TERMS, first);
@@ -338,16 +339,20 @@ INLINED int FMHA_NAME(pack_as)(const int type, const int parts, const int way, c
 {
     const int over_rows = way == FMHA_NAME(first_transposed) || way == FMHA_NAME(second), store = way == FMHA_NAME(second);
     FMHA_NAME(row) largest = r_zero(), tile[2][2][TILE_ROWS];
-    for (ptrdiff_t i = 0; i < ROUND_UP(x->rows, TILE_TERMS); i += over_rows ? TILE_TERMS : TILE_ROWS)
-        for (ptrdiff_t d = 0; d < x->width; d += TILE_TERMS) {
+    for (ptrdiff_t i = 0; i < ROUND_UP(x->rows, TILE_TERMS); i += over_rows ? TILE_TERMS : TILE_ROWS) {
+        ptrdiff_t done = 0;
+        if (store && !x->row && !x->left_out && x->rows - i >= TILE_TERMS) {
+            done = x->width / TILE_TERMS * TILE_TERMS;
+            for (int pair = 0; pair < TILE_ROWS; pair += PAIRS_TOGETHER)
+                for (ptrdiff_t d = 0; d < done; d += TILE_TERMS)
+                    FMHA_NAME(interleaved_rows)(type, parts, 1, 1, pair, x, i, d, 2, NULL,
+                                                to + (d / TILE_ROWS * step + i / TILE_TERMS) * TILE_SIZE, step, plane, &largest);
+        }
+        for (ptrdiff_t d = done; d < x->width; d += TILE_TERMS) {
             uint16_t *at = to + (over_rows ? d / TILE_ROWS * step + i / TILE_TERMS : i / TILE_ROWS * step + d / TILE_TERMS) * TILE_SIZE;
             const int halves = over_rows && x->width - d > TILE_ROWS ? 2 : 1;
-            if (store && !x->row && !x->left_out && x->rows - i >= TILE_TERMS && x->width - d >= TILE_TERMS) {
-                FMHA_NAME(interleaved_rows)(type, parts, 1, 1, x, i, d, 2, NULL, at, step, plane, &largest);
-                continue;
-            }
             if (over_rows) {
-                FMHA_NAME(interleaved_rows)(type, parts, 0, store, x, i, d, halves, tile, at, step, plane, &largest);
+                FMHA_NAME(interleaved_rows)(type, parts, 0, store, 0, x, i, d, halves, tile, at, step, plane, &largest);
                 if (store) continue;
             }
 #pragma GCC unroll 16
@@ -369,6 +374,7 @@ INLINED int FMHA_NAME(pack_as)(const int type, const int parts, const int way, c
                     for (int r = 0; r < TILE_ROWS; r++) r_store(at + p * plane + half * step * TILE_SIZE + r * TILE_TERMS, tile[p][half][r]);
                 }
         }
+    }
     return FMHA_NAME(reaches)(largest, LARGE_BITS);
 }
 

@@ -91,6 +91,7 @@
 /* Matrix tiles, where there are any. */
 #define MATRIX_KEYS      FMHA_OF(   192,    192,    192,    192,    192)  /* of a chunk, and of a tile of scores */
 #define GEMM_TILES       FMHA_OF(     8,      8,      8,      8,      8)  /* of a sum taken at a time: those of 32 rows and of 32 columns stay in the first cache together */
+#define PAIRS_TOGETHER   FMHA_OF(     8,      8,      8,      8,      8)  /* of rows that are packed along their columns side by side: of more, a page each, none is fetched ahead */
 #define RAW_COLUMNS      FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* whose sums are held at once at most, where the other operand is packed as it is multiplied, */
 #define RAW_COLUMNS_LYING FMHA_OF(   512,    512,    512,    512,    512) /* or so many, where columns are its rows, */
 #define RAW_SUMS         FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* sums, and */
