@@ -1489,6 +1489,7 @@ cdef int threads_for_packed(const Packed *c, bint decode, double factor, int thr
     cdef bint is_double = c.itemsize == 8
     cdef double terms = 0
     cdef fmha_run own
+    cdef ptrdiff_t s
     if threads == 1:
         return 1
     for s in range(c.sequences):

@@ -303,7 +303,7 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
     kernels' own product, where `product_by_blas` does not say that BLAS is no slower. `packed`: what `pack` made of b. out is a
     matrix, or the heads (B, heads, L, width) of the matrix (B · L, heads · width): then each head is written where it belongs."""
     m = len(a) if out.ndim == 4 else len(out)
-    of = a.dtype
+    of, target = a.dtype, out
     if not (of is b.dtype is out.dtype and (of is _DOUBLE or (of is _SINGLE and resolve(precision) == "highest"))):
         a, b, out = validate.bits(a), validate.bits(b), validate.bits(out)
         bias = bias if bias is None else np.ascontiguousarray(validate.cast(bias, validate.computed(of)))
@@ -312,21 +312,17 @@ def product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, *, tran
         tiles = packed.tiles if packed is not None and packed.parts == _parts(b, parts) else None
         if parts and _tile_product(a, b, out, threads, trans_a, trans_b, bias, parts, tiles):
             return
-        if a.dtype.itemsize == 2:
-            a = converted(a, _SINGLE, threads)
-        if out.dtype.itemsize == 2:
-            target = np.empty(out.shape, _SINGLE)
-            product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias, blas=blas, packed=packed,
-                    precision="highest")
-            _core.pack_heads(_as_heads(target), _as_heads(out), threads)
-            return
+        a = converted(a, _SINGLE, threads) if a.dtype.itemsize == 2 else a
+        target = np.empty(out.shape, _SINGLE) if out.dtype.itemsize == 2 else out
     if blas or (product_by_blas(m, trans_b) and b.dtype.itemsize != 2):
         b = converted(b, a.dtype, threads)
-        slices = _head_slices(out) if out.ndim == 4 else product_slices(*out.shape)
-        _core.matmul(a, b, out, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
+        slices = _head_slices(target) if target.ndim == 4 else product_slices(*target.shape)
+        _core.matmul(a, b, target, trans_a, trans_b, 1.0, 0.0, bias, slices, threads)
     else:
-        own_product(a, b, out, threads, trans_a=trans_a, trans_b=trans_b, bias=bias,
+        own_product(a, b, target, threads, trans_a=trans_a, trans_b=trans_b, bias=bias,
                     packed=None if packed is None else packed.panels)
+    if target is not out:
+        _core.pack_heads(_as_heads(target), _as_heads(out), threads)
 
 
 def _tile_product(a: np.ndarray, b: np.ndarray, out: np.ndarray, threads: int, trans_a: bool, trans_b: bool,

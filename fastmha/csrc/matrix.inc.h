@@ -461,15 +461,19 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 
 /* ------------------------------------------------------------------------------------------------------------ products */
 
-/* Where the sums of a product go: they are those of `sums`; they are added to them; or the sums there go on, as if the terms before were
- * of this product. Registers of tiles always go on. */
+/* Where the sums of a product go, its `add`: they are those of `sums`; they are added to them; or the sums there go on, as if the terms
+ * before were of this product. Registers of tiles always go on. */
+#if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
 enum { FMHA_NAME(begin), FMHA_NAME(add_to), FMHA_NAME(go_on) };
+#else
+enum { FMHA_NAME(begin), FMHA_NAME(add_to), FMHA_NAME(go_on) = FMHA_NAME(add_to) };
+#endif
 
 #if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
 #define TERM_GRAIN 2        /* terms, or keys, at whose multiples a product may end; it writes the rows that are asked for */
 
-/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b, in the order that `add` says, over so many pairs of terms, of some rows of a tile of a
- * and of one or two tiles of b. */
+/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b, in the order that `add` says, over so many pairs of terms,
+ * of some rows of a tile of a and of one or two tiles of b. */
 INLINED void FMHA_NAME(pair_products)(const int a_parts, const int b_parts, const int rows, const int vectors, const int add,
                                       ptrdiff_t kept, ptrdiff_t pairs, const uint16_t *a, ptrdiff_t a_plane, const uint16_t *b,
                                       ptrdiff_t b_plane, ptrdiff_t b_step, float *sums, ptrdiff_t ld)

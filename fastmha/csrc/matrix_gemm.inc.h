@@ -1,6 +1,6 @@
-/* Products of matrices for the projections on matrix tiles: operands are packed first, each once, then slices of the result are summed in
- * float32, finished, and rounded to their element type. Where few rows would leave the packing of the second operand to cost more than the
- * product, it is packed piece by piece as it is multiplied. */
+/* Products of matrices for the projections on matrix tiles: the first operand is packed first, then slices of the result are summed in
+ * float32, finished, and rounded to their element type. The second operand was packed before, as weights are that are kept so, or is packed
+ * piece by piece as it is multiplied: of few rows the product costs less than to write all of it to memory and to read it back. */
 
 /* Elements of an operand in tiles with so many rows or columns along the result, and terms of the sum: of one part. */
 static ptrdiff_t FMHA_NAME(tiles_size)(ptrdiff_t outer, ptrdiff_t terms)
