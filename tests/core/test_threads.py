@@ -145,6 +145,19 @@ def test_a_call_of_little_work_stays_in_its_thread(tmp_path, d_model, L, workers
     assert in_a_process(code, tmp_path) == f"{workers}\n"
 
 
+@pytest.mark.parametrize(("tokens", "workers"), [(5, 0), (200, 1)])
+def test_few_short_sequences_stay_in_the_calling_thread(tmp_path, tokens, workers):
+    code = f"""
+        import numpy as np, fastmha
+        x, lengths = np.ones((9 * {tokens}, 8, 16), np.float32), [{tokens}] * 9
+        out, lse = fastmha.attention_packed(x, x, x, lengths, return_lse=True, num_threads=2)
+        forward = fastmha._core.pool_workers()
+        fastmha.attention_packed_backward(x, x, x, x, out, lse, lengths, num_threads=2)
+        print(forward, fastmha._core.pool_workers())
+    """
+    assert in_a_process(code, tmp_path) == f"{workers} {workers}\n"
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_plan_has_one_thread_for_little_work(backward):
     before = _core.share_from(2**19)
