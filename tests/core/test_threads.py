@@ -145,6 +145,7 @@ def test_a_call_of_little_work_stays_in_its_thread(tmp_path, d_model, L, workers
     assert in_a_process(code, tmp_path) == f"{workers}\n"
 
 
+@on_linux
 @pytest.mark.parametrize(("tokens", "workers"), [(5, 0), (200, 1)])
 def test_few_short_sequences_stay_in_the_calling_thread(tmp_path, tokens, workers):
     code = f"""
