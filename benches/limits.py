@@ -10,7 +10,7 @@
                 over the best of them
     balance     the share of the threads that the plan predicts to be busy; nothing is timed
     threads     the time of one thread over that of all, of calls with few rows, heads or tokens, and of plain ones
-    half        modules of half precision on few tokens, against float32 (bfloat16 needs the package ml_dtypes)
+    half        modules of half precision on few tokens, against float32 (bfloat16 where the package ml_dtypes is there)
     calls       what a tiny call costs beyond its arithmetic
 
 How it is timed: the arms of one comparison take turns, in turning order, for about `--seconds` (at least three rounds);
@@ -30,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -760,6 +761,7 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
 HALF_TOKENS = (1, 4, 8, 16, 64, 256)
 HALF_WIDTHS = (512, 768, 1024, 2048)
 HALF_BOUND = 3e-2           # of the largest number, eight roundings to bfloat16
+BFLOAT16_ARMS = ("bfloat16", "bfloat16 packed") if find_spec("ml_dtypes") else ()
 
 
 def half_arms(d_model: int, tokens: int, threads: int) -> dict[str, Callable[[], Any]]:
@@ -767,7 +769,7 @@ def half_arms(d_model: int, tokens: int, threads: int) -> dict[str, Callable[[],
     X = np.random.default_rng(0).standard_normal((1, tokens, d_model), np.float32)
     arms: dict[str, Callable[[], Any]] = {}
     outs = {}
-    for name in ("float32", "float16", "bfloat16", "bfloat16 packed"):
+    for name in ("float32", "float16", *BFLOAT16_ARMS):
         dtype = validate.element_type("dtype", name.split()[0])
         given = X.astype(dtype)
         module = fastmha.MultiHeadAttention(d_model, d_model // 64, dtype=dtype, rng=0)
@@ -782,14 +784,14 @@ def half_arms(d_model: int, tokens: int, threads: int) -> dict[str, Callable[[],
 
 def half(options: argparse.Namespace) -> Iterator[Table]:
     # elsewhere numbers of half precision are converted, which costs what reading half of the bytes gives
-    floor = Floor(high=1.0) if _core.has_tiles() else None
+    floor = Floor(high=1.0) if _core.has_tiles() and BFLOAT16_ARMS else None
     for d_model in HALF_WIDTHS:
         findings = []
         for tokens in HALF_TOKENS:
             best = best_times(half_arms(d_model, tokens, options.threads), options.seconds)
             ratios = {name: seconds / best["float32"] for name, seconds in best.items() if name != "float32"}
             findings.append(Finding(f"{tokens} tokens", {"float32, ms": f"{best['float32'] * 1e3:.3f}", **ratios}, floor,
-                                    ("bfloat16", "bfloat16 packed")))
+                                    BFLOAT16_ARMS))
         yield Table(f"Half precision, module forward, d_model {d_model}: time over float32's", findings)
 
 

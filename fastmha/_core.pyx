@@ -1874,14 +1874,13 @@ def projected_backward(Problem problem, x, W_in, concat, lse, W_out, grad_out, g
 ctypedef struct TileProduct:
     const fmha_kernels *kernels
     fmha_tile_product x
-    fmha_cut cut, of_a, of_b
+    fmha_cut cut, packing
     fmha_array a, b, c
     fmha_finish last
-    ptrdiff_t size_c, a_items
+    ptrdiff_t size_c
     int element_a, element_b
-    bint trans_a, trans_b, by_head, large
-    char *tiles_a
-    char *tiles_b
+    bint trans_a, by_head, large
+    char *tiles
     char *scratch
     ptrdiff_t scratch_size
 
@@ -1890,24 +1889,28 @@ cdef enum:
     PACKED_ROWS = 64            # of an operand of a product on matrix tiles, in an item that packs it
 
 
-cdef void pack_tiles_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
-    """Some rows of op(a), or columns of op(b)."""
+cdef void pack_first_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """Some rows of op(a)."""
     cdef TileProduct *s = <TileProduct *>context
-    cdef bint is_a = index < s.a_items
-    cdef fmha_item item = fmha_item_of(&s.of_a if is_a else &s.of_b, index if is_a else index - s.a_items)
-    cdef int large
-    if is_a:
-        large = s.kernels.pack_tiles(1, s.trans_a, s.element_a, s.x.parts_a, item.i0, item.rows, s.x.K, s.a.data,
-                                     leading(&s.a, s.x.M if s.trans_a else s.x.K), s.x.M, s.tiles_a)
-    else:
-        large = s.kernels.pack_tiles(0, not s.trans_b, s.element_b, s.x.parts_b, item.i0, item.rows, s.x.K, s.b.data,
-                                     leading(&s.b, s.x.K if s.trans_b else s.x.N), s.x.N, s.tiles_b)
-    if large:
+    cdef fmha_item item = fmha_item_of(&s.packing, index)
+    if s.kernels.pack_tiles(1, s.trans_a, s.element_a, s.x.parts_a, item.i0, item.rows, s.x.K, s.a.data,
+                            leading(&s.a, s.x.M if s.trans_a else s.x.K), s.x.M, s.tiles):
         s.large = True          # whoever writes it writes the same
+
+
+cdef void pack_second_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
+    """Some columns of b."""
+    cdef TileProduct *s = <TileProduct *>context
+    cdef fmha_item item = fmha_item_of(&s.packing, index)
+    if s.kernels.pack_tiles(0, True, s.element_b, s.x.parts_b, item.i0, item.rows, s.x.K, s.b.data, leading(&s.b, s.x.N), s.x.N,
+                            s.tiles):
+        s.large = True
 
 
 cdef void tile_product_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
     cdef TileProduct *s = <TileProduct *>context
+    if s.large:                 # another item has seen that
+        return
     cdef fmha_item item = fmha_item_of(&s.cut, index)
     cdef ptrdiff_t i0 = item.i0, j0 = item.j0, cols = item.cols, ldc = leading(&s.c, cols if s.by_head else s.x.N)
     cdef char *c = s.c.data + (i0 * ldc + j0) * s.size_c
@@ -1919,8 +1922,6 @@ cdef void tile_product_item(void *context, ptrdiff_t index, int worker) noexcept
         last.bias += j0 * sizeof(float)
     if last.residual != NULL:
         last.residual += (i0 * last.ld + j0) * s.size_c
-    if s.large:                 # another item has seen that
-        return
     if s.kernels.tile_gemm(&s.x, i0, item.rows, j0, cols, c, ldc, &last, s.scratch + worker * s.scratch_size):
         s.large = True
 
@@ -1944,11 +1945,11 @@ def pack_tiles(b, tiles, int parts, int threads):
     s.element_b = element_of(b.dtype)
     read_array(b, &s.b, shape, b.dtype.itemsize, False)
     s.x.K, s.x.N, s.x.M = shape[2], shape[3], 0
-    s.x.parts_b, s.trans_b, s.large, s.a_items = parts, False, False, 0
-    s.tiles_b = pointer(tiles, True)
-    s.of_b = fmha_matrices_cut(1, s.x.N, PACKED_ROWS, 1, 0)
+    s.x.parts_b, s.large = parts, False
+    s.tiles = pointer(tiles, True)
+    s.packing = fmha_matrices_cut(1, s.x.N, PACKED_ROWS, 1, 0)
     with nogil:
-        fmha_pool_run(pack_tiles_item, &s, fmha_items(&s.of_b), threads)
+        fmha_pool_run(pack_second_item, &s, fmha_items(&s.packing), threads)
     finish()
     return not s.large
 
@@ -1965,7 +1966,7 @@ def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads
     cdef fmha_array added
     cdef Scratch shared, scratch
     s.kernels = kernel_tables[0]
-    s.trans_a, s.trans_b, s.large = trans_a, trans_b, False
+    s.trans_a, s.large = trans_a, False
     s.element_a, s.x.type_c, s.size_c = element_of(a.dtype), element_of(c.dtype), c.dtype.itemsize
     read_array(a, &s.a, shape, a.dtype.itemsize, False)
     s.x.M, s.x.K = (shape[3], shape[2]) if trans_a else (shape[2], shape[3])
@@ -1986,19 +1987,19 @@ def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads
         s.last.residual, s.last.ld = added.data, added.stride[2]
     s.x.most_rows = slice_rows
     shared = Scratch(s.x.parts_a * s.kernels.tiles_size(s.x.M, s.x.K) * 2, 1)
-    s.tiles_a = shared.start
-    s.x.a, s.x.b = s.tiles_a, pointer(packed, False) if packed is not None else NULL
+    s.tiles = shared.start
+    s.x.a, s.x.b = s.tiles, pointer(packed, False) if packed is not None else NULL
+    s.x.raw, s.x.raw_type, s.x.raw_transposed, s.x.raw_stride = NULL, FMHA_SAME, False, 0
     if packed is None:
         s.x.raw, s.x.raw_type, s.x.raw_transposed = s.b.data, s.element_b, trans_b
         s.x.raw_stride = leading(&s.b, s.x.K if trans_b else s.x.N)
-    s.of_a = fmha_matrices_cut(1, s.x.M, PACKED_ROWS, 1, 0)
-    s.a_items = fmha_items(&s.of_a)
+    s.packing = fmha_matrices_cut(1, s.x.M, PACKED_ROWS, 1, 0)
     s.cut = fmha_matrices_cut(shape[0], shape[2], slice_rows, s.x.N, slice_cols)
     cdef ptrdiff_t items = fmha_items(&s.cut)
     scratch = scratch_for(s.kernels.tile_scratch(&s.x), items, threads)
     s.scratch, s.scratch_size = scratch.start, scratch.size
     with nogil:
-        fmha_pool_run(pack_tiles_item, &s, s.a_items, threads)
+        fmha_pool_run(pack_first_item, &s, fmha_items(&s.packing), threads)
         if not s.large:
             fmha_pool_run(tile_product_item, &s, items, scratch.threads)
     finish()

@@ -152,7 +152,7 @@ MODULE_NAMES = {
 def own_keywords(names: Mapping[str, str]) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A function that says what is meant where it is given a keyword of these names, which other libraries have."""
     # A wrapper, not **kwargs: `embed_dim=` leaves d_model missing, which fails before any **kwargs could be looked at, and the
-    # signature stays its own. It costs 0.15 us, with one keyword 0.3, with six 0.6; the smallest attention 9 us.
+    # signature stays its own. It costs 0.15 us, with one keyword 0.3, with six 0.6; the smallest attention 5.5 us.
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         foreign = names.keys() - inspect.signature(function).parameters.keys()
 

@@ -515,6 +515,16 @@ def product_of(a, b, slices, parts, trans_b=False, packed=None):
     return out
 
 
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_products_of_float32_need_a_whole_tile_of_rows_those_of_bfloat16_what_the_settings_say(isa):
+    single, bits = np.dtype(np.float32), np.dtype(np.uint16)
+    with selected(isa):
+        least = tuning.current().one_part_products[0]
+        for of, rows in ((bits, least), (single, max(least, tuning.TILE[0]))):
+            parts = [precision.parts_of_product(of, of, "medium", m, 64, 64) for m in (rows - 1, rows)]
+            assert parts == [0, 1]
+
+
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_a_product_says_when_tiles_cannot_do_it(tiles, trans_b):
     a, b, out = np.ones((32, 700), np.float32), np.ones((700, 1500), np.float32), np.empty((32, 1500), np.float32)
