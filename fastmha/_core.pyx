@@ -5,12 +5,12 @@ and the "blas" algorithm loops over heads. No checks of user input here: `fastmh
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_Occurred
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from libc.math cimport INFINITY
+from libc.math cimport INFINITY, sqrt
 from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport int64_t, uint16_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from numpy import dtype as numpy_dtype
+from numpy import dtype as numpy_dtype, ndarray, zeros
 
 from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
@@ -42,7 +42,7 @@ ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass l
 # Of a forward pass of "tiled": what a pair costs in blocks of so many rows, and each run of a block, in pairs of a row.
 BLOCK_COSTS = {FMHA_BLOCK_ROWS: 1.0, FMHA_BLOCK_ROWS // 2: FMHA_HALF_COST, FMHA_BLOCK_ROWS // 4: FMHA_QUARTER_COST}
 RUN_COST = FMHA_RUN_COST * FMHA_RUN_KEYS
-cdef object SINGLE = numpy_dtype("f")
+cdef object SINGLE = numpy_dtype("f"), DOUBLE = numpy_dtype("d"), HALF = numpy_dtype("e")
 
 
 def runnable_isas():
@@ -115,6 +115,11 @@ def in_place(x) -> bool:
     return size == 0 or unit and aligned
 
 
+cdef enum:
+    LONG = 1 << 30                  # from here on `validate` says whether a length or width is too long
+    MOST_PLACES = 256               # batch rows, for which offsets of 0 are kept
+
+
 cdef int read_array(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t itemsize, bint writable) except -1:
     """Pointer and element strides of an array of at most 4 axes (aligned at the last), stride 0 where a length is 1.
 
@@ -136,6 +141,30 @@ cdef int read_array(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t it
             shape[axis + shift] = view.shape[axis]
     PyBuffer_Release(&view)
     return 0
+
+
+cdef bint read_heads(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t itemsize, bint by_length) except -1:
+    """The same of heads (B, heads, L, width), or (B, L, heads, width) where `by_length`; returns whether they are that, none of these
+    is 0 or too long, and kernels can work on them where they lie."""
+    cdef Py_buffer view
+    cdef int axis, at
+    cdef ptrdiff_t low = 0, least, most
+    PyObject_GetBuffer(array, &view, PyBUF_STRIDES)
+    if view.ndim == 4:
+        to.data = <char *>view.buf
+        least = most = view.shape[0]
+        for axis in range(4):
+            at = 3 - axis if by_length and 0 < axis < 3 else axis
+            shape[axis] = view.shape[at]
+            least, most = min(least, shape[axis]), max(most, shape[axis])
+            to.stride[axis] = 0
+            if shape[axis] != 1:
+                to.stride[axis] = view.strides[at] // itemsize
+                low |= view.strides[at]
+    fits = (view.ndim == 4 and 0 < least and most < LONG and to.stride[3] == (shape[3] != 1)
+            and (<size_t>view.buf | <size_t>low) % <size_t>itemsize == 0)
+    PyBuffer_Release(&view)
+    return fits
 
 
 cdef char *pointer(object array, bint writable) except? NULL:
@@ -327,6 +356,19 @@ fmha_pool_ask(signals_raise)
 
 
 cdef double SMALLEST_NORMAL = 2.2250738585072014e-308
+cdef tuple NO_RULES = (None,) * 7           # what a problem without any keeps
+cdef dict first_places = {}                 # offsets of 0 by the number of batch rows
+
+
+cdef object places_at_0(ptrdiff_t B):
+    """(B,) offsets of 0, not to be written to."""
+    places = first_places.get(B)
+    if places is None:
+        places = zeros(B, "q")
+        places.flags.writeable = False
+        if B <= MOST_PLACES:
+            first_places[B] = places
+    return places
 
 
 cdef int element_of(dtype) except -1:
@@ -386,8 +428,9 @@ cdef class Problem:
     cdef readonly bint is_double
     cdef readonly ptrdiff_t itemsize, element_size, stored_size         # of the computation, of q, of k
     cdef readonly object dtype, bool_mask, additive_mask
-    cdef object heads           # (q, k, v); None: they are made once somebody asks, of
+    cdef object heads           # (q, k, v), by length: with their second and third axis swapped; None: made once somebody asks, of
     cdef object rows, slots     # what `side_by_side` takes
+    cdef bint by_length
     cdef public str layout
     cdef public object bytes_copied, element, stored, precision
 
@@ -401,27 +444,77 @@ cdef class Problem:
 
     @staticmethod
     def side_by_side(rows, ptrdiff_t H, ptrdiff_t Hkv, ptrdiff_t D, ptrdiff_t Dv, rules, cached=None):
-        """The same of heads as a projection writes them: rows (B, L, H·D + Hkv·D + Hkv·Dv), C-contiguous, of float32 or
-        float64. rules: what `Problem` takes behind q, k and v. cached: (k, v, Lk), of whose slots the first Lk are the keys and
+        """The same of heads as a projection writes them: rows (B, L, H·D + Hkv·D + Hkv·Dv), C-contiguous, of any dtype of q. rules:
+        what `Problem` takes behind q, k and v. cached: (k, v, Lk) of rows' dtype, of whose slots the first Lk are the keys and
         values in place of those in the rows."""
         cdef Problem p = Problem.__new__(Problem)
         cdef fmha_array all_of
         cdef ptrdiff_t shape[4]
-        p.rows, p.dtype = rows, rows.dtype
-        p.element = p.stored = p.dtype
-        p.layout = "BHLD"
-        p.itemsize = p.element_size = p.stored_size = p.dtype.itemsize
+        element = rows.dtype
+        p.rows, p.element, p.stored, p.layout = rows, element, element, "BHLD"
+        p.c.element = p.c.stored = element_of(element)
+        p.dtype = element if p.c.element == FMHA_SAME else SINGLE
+        p.itemsize = p.dtype.itemsize
         p.is_double = p.itemsize == 8
-        p.c.element = p.c.stored = FMHA_SAME
-        read_array(rows, &all_of, shape, p.itemsize, False)
+        p.element_size = p.stored_size = size_of(p.c.element, p.itemsize)
+        read_array(rows, &all_of, shape, p.element_size, False)
         p.c.B, p.c.H, p.c.Hkv, p.c.Lq, p.c.Lk, p.c.D, p.c.Dv = shape[1], H, Hkv, shape[2], shape[2], D, Dv
-        side_by_side(&p.c, all_of.data, p.itemsize, &p.c.q, &p.c.k, &p.c.v)
+        side_by_side(&p.c, all_of.data, p.element_size, &p.c.q, &p.c.k, &p.c.v)
         if cached is not None:
             p.slots = cached
             p.c.Lk = cached[2]
             p.read_keys(cached[0], cached[1], p.c.Lk)
         p.read_rules(rules)
         return p
+
+    @staticmethod
+    def of_heads(q, k, v, bint by_length):
+        """The same without rules of arrays as a caller gives them, q (B, Lq, H, D) and so on where `by_length`. None where they are
+        not arrays of float32, float64 or float16, all of one, whose lengths go together, none of them 0, and which kernels can read
+        where they lie: `fastmha.validate` then says what is wrong, or copies."""
+        cdef ptrdiff_t of_q[4]
+        cdef ptrdiff_t of_k[4]
+        cdef ptrdiff_t of_v[4]
+        if type(q) is not ndarray or type(k) is not ndarray or type(v) is not ndarray:
+            return None
+        element = q.dtype
+        if element is not SINGLE and element is not DOUBLE and element is not HALF:
+            return None
+        if k.dtype is not element or v.dtype is not element:
+            return None
+        cdef Problem p = Problem.__new__(Problem)
+        cdef ptrdiff_t size = 8 if element is DOUBLE else 2 if element is HALF else 4
+        if not (read_heads(q, &p.c.q, of_q, size, by_length) and read_heads(k, &p.c.k, of_k, size, by_length)
+                and read_heads(v, &p.c.v, of_v, size, by_length)):
+            return None
+        if of_k[0] != of_q[0] or of_v[0] != of_q[0] or of_v[1] != of_k[1] or of_v[2] != of_k[2] or of_k[3] != of_q[3]:
+            return None
+        if of_k[1] != of_q[1] and of_q[1] % of_k[1] != 0:
+            return None
+        p.c.B, p.c.H, p.c.Lq, p.c.D = of_q[0], of_q[1], of_q[2], of_q[3]
+        p.c.Hkv, p.c.Lk, p.c.Dv = of_k[1], of_k[2], of_v[3]
+        p.c.element = p.c.stored = FMHA_HALF if size == 2 else FMHA_SAME
+        p.c.left = p.c.right = FMHA_UNBOUNDED
+        p.c.scale = 1 / sqrt(<double>p.c.D)
+        p.is_double, p.dtype = size == 8, SINGLE if size == 2 else element
+        p.itemsize, p.element_size, p.stored_size = 8 if size == 8 else 4, size, size
+        p.element = p.stored = element
+        p.heads, p.by_length, p.layout = (q, k, v), by_length, "BLHD" if by_length else "BHLD"
+        p.keep, p.bytes_copied = NO_RULES, 0
+        return p
+
+    def under(self, tuple rules):
+        """Itself, under rules that are what `__init__` takes behind q, k and v."""
+        self.read_rules(rules)
+        return self
+
+    def causal(self):
+        """Itself, which has no rules, made causal from offset 0 on."""
+        offset = places_at_0(self.c.B)
+        self.c.offset = <const int64_t *>pointer(offset, False)
+        self.c.banded, self.c.right = True, 0
+        self.keep = (offset, *NO_RULES[1:])
+        return self
 
     cdef int read_rules(self, tuple rules) except -1:
         """What `__init__` takes behind q, k and v."""
@@ -522,6 +615,8 @@ cdef class Problem:
         """(q, k, v)"""
         if self.heads is None:
             self.heads = views(self.rows, self.slots, &self.c)
+        if self.by_length:
+            self.heads, self.by_length = tuple([x.transpose(0, 2, 1, 3) for x in self.heads]), False
         return self.heads
 
     @property
@@ -1695,20 +1790,20 @@ cdef void product_item(void *context, ptrdiff_t index, int worker) noexcept nogi
 
 cdef int prepare_product(Product *s, a, b, c, bint trans_a, bint trans_b, bias, slices) except -1:
     """All of s but alpha, beta, scratch, `packed` and what of the last pass is not the bias. Rows of a and c may be those of
-    (B, L) tokens: of (B, L, width), C-contiguous."""
+    (B, L) tokens: of (B, L, width), C-contiguous. Those of half precision are to be converted before the product."""
     cdef ptrdiff_t shape[4]
-    cdef ptrdiff_t slice_rows, slice_cols
-    s.itemsize = c.dtype.itemsize
+    cdef ptrdiff_t slice_rows, slice_cols, size = c.dtype.itemsize
+    s.itemsize = max(size, <ptrdiff_t>sizeof(float))
     s.is_double = s.itemsize == 8
     s.kernels = kernel_tables[s.is_double]
     s.trans_a, s.trans_b = trans_a, trans_b
-    read_array(a, &s.a, shape, s.itemsize, False)
+    read_array(a, &s.a, shape, size, False)
     s.k = shape[1] * shape[2] if trans_a else shape[3]
     s.b.data, s.b.stride[2], s.element_b = NULL, 0, FMHA_SAME
     if b is not None:
         s.element_b = element_of(b.dtype)
         read_array(b, &s.b, NULL, size_of(s.element_b, s.itemsize), False)
-    read_array(c, &s.c, shape, s.itemsize, True)
+    read_array(c, &s.c, shape, size, True)
     s.last.bias = pointer(bias, False) if bias is not None else NULL
     s.last.residual, s.last.ld, s.last.activation = NULL, 0, 0
     slice_rows, slice_cols = slices
@@ -1777,13 +1872,24 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads,
 
 
 cdef int project(x, weight, out, int threads) except -1:
-    """out <- x @ W (+ bias), both (B, L, width) and C-contiguous."""
+    """out <- x @ W (+ bias), both (B, L, width) and C-contiguous; of half precision they are few rows, converted by one thread."""
     cdef Product s
+    cdef Scratch rows
     W, packed, bias, slices, by_blas = weight
     prepare_product(&s, x, W, out, False, False, bias, slices)
     s.alpha, s.beta = 1, 0
     s.packed = pointer(packed, False) if packed is not None else NULL
-    return multiply(&s, by_blas, threads)
+    cdef int element = element_of(x.dtype)
+    if element == FMHA_SAME:
+        return multiply(&s, by_blas, threads)
+    cdef char *given = s.a.data
+    cdef char *result = s.c.data
+    rows = Scratch(s.m * (s.k + s.n) * s.itemsize, 1)
+    s.a.data, s.c.data = rows.start, rows.start + s.m * s.k * s.itemsize
+    s.kernels.load_rows(element, s.m, s.k, given, s.k, s.a.data, s.k)
+    multiply(&s, by_blas, threads)
+    s.kernels.store_rows(element, s.m, s.n, s.c.data, s.n, result, s.n)
+    return 0
 
 
 cdef int read_concat(concat, fmha_array *to, const fmha_problem *p, bint writable) except -1:
@@ -1826,7 +1932,7 @@ def projected_step(Problem problem, bint decode, x, first, projected, concat, we
     """`projected_forward` over a cache: the last Lq of the problem's keys and values <- those projected, before the attention."""
     cdef fmha_run c
     cdef fmha_array q, k, v
-    cdef ptrdiff_t size = problem.itemsize
+    cdef ptrdiff_t size = problem.element_size
     project(x, first, projected, threads)
     read_results(&c, problem, None, weights)
     side_by_side(&c.p, pointer(projected, False), size, &q, &k, &v)

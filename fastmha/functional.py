@@ -12,7 +12,7 @@ from fastmha.algorithms import AUTO
 from fastmha.capture import Capture
 from fastmha.merging import shares
 from fastmha.planning import Plan, choose, make_plan
-from fastmha.validate import KeyRanges, Rules
+from fastmha.validate import CAUSAL, NO_RULES, KeyRanges, Rules
 
 
 @validate.own_keywords(validate.CALL_NAMES)
@@ -147,8 +147,12 @@ def attention(
     >>> fastmha.attention(q, k, v, is_causal=True).shape
     (2, 8, 16, 64)
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
-                  alibi, dropout, seed, precision)
+    if (mask is offset is key_padding_lengths is key_ranges is window is scale is softcap is sinks is alibi is seed is precision
+            is None and type(dropout) is float and dropout == 0 and (is_causal is False or is_causal is True)):
+        rules = CAUSAL if is_causal else NO_RULES       # what tiny calls would spend much of their time on
+    else:
+        rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges,
+                      sinks, alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm)
     if return_lse is not False:

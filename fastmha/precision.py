@@ -70,13 +70,20 @@ def resolve(precision: str | None) -> str:
 def parts_of(problem: Problem, backward: bool = False) -> int:
     """The bfloat16 parts of what "tiled" multiplies on matrix tiles, forward or backward; 0: it multiplies by vectors. By types,
     lengths, the scale and the kernels in use alone."""
+    if _never(problem):
+        return 0
     _, H, Hkv, Lq, Lk, _, _ = problem.shape
     return parts_for(problem, Lq * (H // Hkv) if Hkv else 0, Lk, backward)
 
 
+def _never(problem: Problem) -> bool:
+    """Whether no lengths bring the problem on matrix tiles."""
+    return problem.is_double or (problem.plain and resolve(problem.precision) == "highest") or not _core.has_tiles()
+
+
 def parts_for(problem: Problem, rows: int, keys: int, backward: bool) -> int:
     """The same of so many query rows per key/value head on so many keys, with the problem's types, widths and scale."""
-    if problem.is_double or not _core.has_tiles() or (problem.plain and resolve(problem.precision) == "highest"):
+    if _never(problem):
         return 0
     parts = _parts_of_types(problem.q.dtype.char + problem.k.dtype.char, resolve(problem.precision))
     if parts == 0:

@@ -17,7 +17,7 @@ from fastmha import algorithms, capture, threads, validate
 from fastmha._core import Problem
 from fastmha.algorithms import AUTO
 from fastmha.planning import choose
-from fastmha.validate import NO_RULES, Rules
+from fastmha.validate import CAUSAL, NO_RULES, Rules
 
 try:
     import torch
@@ -42,6 +42,7 @@ def _bfloat16() -> Any:
 
 _BFLOAT16 = _bfloat16()
 TYPES = {torch.float32, torch.float64, torch.float16} | ({torch.bfloat16} if _BFLOAT16 else set())
+_SINKS, _SEED = map(Rules._fields.index, ("sinks", "seed"))
 _REAL = {Tensor, torch.nn.Parameter}
 _STRIDED = torch.strided
 _torchs_own: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
@@ -115,8 +116,10 @@ def scaled_dot_product_attention(
     if scale is not None and isinstance(scale, Tensor):     # a number, to torch
         scale = _number(scale)
     leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
-    rules = NO_RULES if scale is None and not is_causal and not dropout_p else Rules(
-        is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
+    if scale is None and not dropout_p and (not is_causal or q.shape[2] == k.shape[2]):
+        rules = CAUSAL if is_causal else NO_RULES
+    else:
+        rules = Rules(is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
     out = attend(q, k, v, mask, None, rules)
     return out if leading is None else out.reshape(leading + out.shape[-2:])
 
@@ -276,10 +279,8 @@ def _in_four_axes(
 # ------------------------------------------------------------------------------------------------------ what is computed
 
 def _array(x: Tensor) -> np.ndarray:
-    if x.requires_grad:
-        x = x.detach()
     try:
-        return x.view(torch.int16).numpy().view(_BFLOAT16) if x.dtype is torch.bfloat16 else x.numpy()
+        return x.detach().view(torch.int16).numpy().view(_BFLOAT16) if x.dtype is torch.bfloat16 else x.numpy(force=True)
     except RuntimeError:
         if not (x.is_neg() or x._is_zerotensor()):
             raise
@@ -303,9 +304,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
         if mask is not None:
             of_mask = _array(mask)
             if mask.dtype is torch.bool:        # of what is repeated by a stride of 0, one
-                of_mask = ~of_mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in of_mask.strides)]
-        rules = rules._replace(mask=of_mask, sinks=None if sinks is None else _array(sinks),
-                               seed=None if seed is None else int(seed))
+                of_mask = ~(of_mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in of_mask.strides)]
+                            if 0 in of_mask.strides else of_mask)
+        rules = Rules(of_mask, *rules[1:_SINKS], None if sinks is None else _array(sinks), *rules[_SINKS + 1:_SEED],
+                      None if seed is None else int(seed), *rules[_SEED + 1:])
     # without a look at the values of a mask: it is torch's, and means what torch says
     return validate.attention_problem(_array(q), _array(k), _array(v), "BHLD", rules, values=False)
 
@@ -341,7 +343,7 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 
 def _by_length(x: Tensor) -> bool:
     """Whether the heads of a token lie side by side."""
-    return x.stride(1) < x.stride(2)
+    return not x.is_contiguous() and x.stride(1) < x.stride(2)
 
 
 def _swapped(shape: Sequence[int]) -> tuple[int, int, int, int]:

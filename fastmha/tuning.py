@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -66,6 +67,7 @@ class Tuning:
         least: tuple[int, int] = getattr(self, _ON_TILES[parts, of])
         return least
 
+    @lru_cache(maxsize=1024)        # noqa: B019  (of a few settings, which live as long as the process)
     def decode_least(self, rows: int, itemsize: int) -> tuple[int, int] | None:
         """Bytes of a key and of all keys from which on "auto" decodes so many query rows; None: it never does."""
         float32_rows = rows * 2 if itemsize == 8 and rows > 1 else rows

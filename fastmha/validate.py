@@ -73,7 +73,7 @@ class Rules(NamedTuple):
         return Rules(self.mask, self.is_causal, offset, key_padding_lengths, *self[4:])
 
 
-NO_RULES = Rules()
+NO_RULES, CAUSAL = Rules(), Rules(is_causal=True)        # these very ones are known without a look at what is in them
 
 
 # ----------------------------------------------------------------------------------------------------- what came, in words
@@ -353,6 +353,20 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
+    problem = Problem.of_heads(q, k, v, layout == "BLHD") or _other_heads(q, k, v, layout)
+    B, H, _, Lq, Lk, D, _ = problem.shape
+    if rules is CAUSAL and Lq == Lk:
+        return problem.causal()
+    if rules is not NO_RULES:
+        checked, copied = checked_rules(rules, B, H, Lq, Lk, D, problem.element, values)
+        problem.under(checked)
+        problem.bytes_copied += copied
+        problem.precision = precision_name(rules.precision)
+    return problem
+
+
+def _other_heads(q: Any, k: Any, v: Any, layout: str) -> Problem:
+    """What `Problem.of_heads` leaves: of other types, or copied where it has to be, or an error that says what is wrong."""
     q, k, v = heads("q", q, layout, True), heads("k", k, layout, True), heads("v", v, layout, True)
     element, stored = q.dtype, k.dtype
     if not element == stored == v.dtype:
@@ -386,11 +400,9 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     copied = copied_k = copied_v = 0
     if not (_core.in_place(q) and _core.in_place(k) and _core.in_place(v)):
         (q, copied), (k, copied_k), (v, copied_v) = usable(q), usable(k), usable(v)
-    checked, copied_mask = checked_rules(rules, B, H, Lq, Lk, D, element, values)
-    problem = Problem(q, k, v, *checked)
-    problem.layout, problem.bytes_copied = str(layout), copied + copied_k + copied_v + copied_mask
+    problem = Problem(q, k, v, *[None] * 7, *scaling(None, None, D, element))
+    problem.layout, problem.bytes_copied = str(layout), copied + copied_k + copied_v
     problem.element, problem.stored = element, stored
-    problem.precision = precision_name(rules.precision)
     return problem
 
 
