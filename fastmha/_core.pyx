@@ -383,6 +383,15 @@ cdef int element_of(dtype) except -1:
     raise TypeError(f"operands must be float32, float64, float16 or bfloat16 (as uint16), got {dtype}")
 
 
+cdef str letter(int element, str own):
+    """That of the dtype of an element type, in a computation in that of `own`."""
+    if element == FMHA_HALF:
+        return "e"
+    if element == FMHA_BFLOAT:
+        return "H"
+    return own if element == FMHA_SAME else "f" if own == "d" else "d"
+
+
 cdef inline ptrdiff_t size_of(int element, ptrdiff_t itemsize) noexcept nogil:
     """Bytes of an element of that type, which is not FMHA_OTHER, in a computation with items of so many."""
     return itemsize if element == FMHA_SAME else 2
@@ -640,6 +649,12 @@ cdef class Problem:
     def shape(self):
         """(B, H, Hkv, Lq, Lk, D, Dv)"""
         return self.c.B, self.c.H, self.c.Hkv, self.c.Lq, self.c.Lk, self.c.D, self.c.Dv
+
+    @property
+    def types(self):
+        """The letters of the dtypes of q and of k, that of bfloat16 as uint16's."""
+        cdef str own = "d" if self.is_double else "f"
+        return letter(self.c.element, own) + letter(self.c.stored, own)
 
     @property
     def plain(self):

@@ -1,8 +1,8 @@
 """A module's passes without the interpreter between their steps: one call of the core for a forward, a backward or a cached step.
 
 They are what `AttentionModule` does one step after the other, with the same bits, where it has no step of its own in between:
-X alone is projected, nothing is converted or rounded, heads lie side by side, and no product runs on matrix tiles. There, what
-is asked of a shape once (the algorithm, how products are cut) is remembered by the module.
+X alone is projected, heads lie side by side, and no product runs on matrix tiles; of half precision few tokens, forward. There,
+what is asked of a shape once (the algorithm, how products are cut) is remembered by the module.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastmha import algorithms, validate
 from fastmha._core import Problem, projected_backward, projected_forward, projected_step
 from fastmha.algorithms import AUTO, DECODE, TILED, Packed, own_slices, product_by_blas, product_slices
 from fastmha.planning import choose, choose_for
-from fastmha.precision import resolve
+from fastmha.precision import parts_of, parts_of_product, resolve
 from fastmha.slots import Slots, State
 from fastmha.tuning import current
 from fastmha.validate import FLOAT_TYPES, Rules
@@ -22,6 +22,7 @@ from fastmha.validate import FLOAT_TYPES, Rules
 _SINGLE, _DOUBLE = FLOAT_TYPES
 _MOST_KNOWN = 256       # shapes that a module remembers
 _MOST_BYTES = 2**47     # of one array: what a process can address
+_MOST_IN_HALF = 64      # rows of half precision, which one thread converts and rounds: of more that counts, and the steps do not
 _Cut: TypeAlias = tuple[tuple[int, int], bool]      # of a product: slices, and whether by BLAS
 Cuts: TypeAlias = tuple[_Cut, _Cut, _Cut, _Cut]     # of the products of a backward pass
 
@@ -33,6 +34,7 @@ class Module(Protocol):
     algorithm: str
     dtype: np.dtype
     precision: str | None
+    _computed: np.dtype
     _H: int
     _Hkv: int
     _D: int
@@ -73,7 +75,7 @@ class Forward(NamedTuple):
 
 def passes(m: Module, B: int, L: int, need_weights: bool, workers: int) -> Passes | None:
     """How a forward from X (B, L, d_model) alone is one call of the core; None where it is not."""
-    if not _plain(m):
+    if not (_is_half(m) or _plain(m)):
         return None
     key = B, L, need_weights, workers, current(), not m._in_half
     try:
@@ -93,14 +95,27 @@ def forward(m: Module, X: np.ndarray, way: Passes, rules: Rules, need_weights: b
     H, D, dtype = m._H, m._D, m.dtype
     projected = np.empty((B, L, m._columns["QKV"].stop), dtype)
     checked, copied = validate.checked_rules(rules, B, H, L, L, D, dtype)
-    problem = Problem.side_by_side(projected, H, m._Hkv, D, m._Dv, checked)
-    problem.bytes_copied, problem.precision = copied, m.precision
+    problem = _problem(m, projected, checked, None)
+    problem.bytes_copied = copied
     concat, out = np.empty((B, L, H * m._Dv), dtype), np.empty((B, L, m._d_out), dtype)
-    lse = np.empty((B, H, L), dtype) if training else None
-    weights = np.empty((B, H, L, L), dtype) if need_weights else None
-    projected_forward(problem, way.decode, X, _weight(m, "W_in", m._W_in, m._b_in, way.first), projected, concat, lse, weights,
-                      _weight(m, "W_out", m._W_out, m._b_out, way.second), out, workers)
+    lse = np.empty((B, H, L), m._computed) if training else None
+    weights = np.empty((B, H, L, L), m._computed) if need_weights else None
+    bits = validate.bits
+    projected_forward(problem, way.decode and not problem.parts, bits(X), _weight(m, "W_in", m._W_in, m._b_in, way.first),
+                      bits(projected), bits(concat), lse, weights, _weight(m, "W_out", m._W_out, m._b_out, way.second), bits(out),
+                      workers)
     return Forward(problem, projected, concat, lse, weights, out)
+
+
+def _problem(m: Module, projected: np.ndarray, checked: tuple[Any, ...],
+             cached: tuple[np.ndarray, np.ndarray, int] | None) -> Problem:
+    """The attention of heads that lie side by side in (B, L, Q|K|V), on themselves or on cached keys and values (k, v, Lk)."""
+    problem = Problem.side_by_side(validate.bits(projected), m._H, m._Hkv, m._D, m._Dv, checked, cached)
+    problem.precision = m.precision
+    if _is_half(m):
+        problem.element = problem.stored = m.dtype
+        problem.parts = parts_of(problem)
+    return problem
 
 
 def backward_cuts(m: Module, problem: Problem, B: int, L: int, workers: int) -> Cuts | None:
@@ -137,7 +152,7 @@ def step(m: Module, X: np.ndarray, slots: Slots, rules: Rules, need_weights: boo
     B, L, _ = X.shape
     state = slots.state
     if (slots.window is not None or not isinstance(state.filled, int) or slots.dtype != m.dtype
-            or rules.key_padding_lengths is not None or rules.key_ranges is not None or not _plain(m)):
+            or rules.key_padding_lengths is not None or rules.key_ranges is not None or not (_is_half(m) or _plain(m))):
         return None
     key = "step", B, L, workers, current(), not m._in_half
     try:
@@ -150,17 +165,22 @@ def step(m: Module, X: np.ndarray, slots: Slots, rules: Rules, need_weights: boo
     name = _algorithm(m, L, after, need_weights)
     if name is None:
         return None
-    H, D, dtype = m._H, m._D, m.dtype
+    dtype = m.dtype
     placed = rules.is_causal is not False or rules.window is not None or rules.alibi is not None
-    checked, _ = validate.checked_rules(rules.at(state.filled if placed else None, None), B, H, L, after, D, dtype)
+    checked, _ = validate.checked_rules(rules.at(state.filled if placed else None, None), B, m._H, L, after, m._D, dtype)
+    bits = validate.bits
     projected = np.empty((B, L, m._columns["QKV"].stop), dtype)
-    problem = Problem.side_by_side(projected, H, m._Hkv, D, m._Dv, checked, (state.k, state.v, after))
-    concat, out = np.empty((B, L, H * m._Dv), dtype), np.empty((B, L, m._d_out), dtype)
-    weights = np.empty((B, H, L, after), dtype) if need_weights else None
-    projected_step(problem, name == DECODE.name, X, _weight(m, "W_in", m._W_in, m._b_in, cuts[0]), projected, concat, weights,
-                   _weight(m, "W_out", m._W_out, m._b_out, cuts[1]), out, workers)
+    problem = _problem(m, projected, checked, (bits(state.k), bits(state.v), after))
+    concat, out = np.empty((B, L, m._H * m._Dv), dtype), np.empty((B, L, m._d_out), dtype)
+    weights = np.empty((B, m._H, L, after), m._computed) if need_weights else None
+    projected_step(problem, name == DECODE.name and not problem.parts, bits(X), _weight(m, "W_in", m._W_in, m._b_in, cuts[0]),
+                   bits(projected), bits(concat), weights, _weight(m, "W_out", m._W_out, m._b_out, cuts[1]), bits(out), workers)
     slots.state = State(state.k, state.v, after, None)
     return out, weights
+
+
+def _is_half(m: Module) -> bool:
+    return m.dtype.itemsize == 2
 
 
 def _plain(m: Module) -> bool:
@@ -174,6 +194,13 @@ def _cuts(m: Module, B: int, L: int, workers: int) -> tuple[_Cut, _Cut] | None:
     if (m._one_by_one or m._W_context or B * L == 0 or L > validate.LARGEST
             or B * L * max(columns, inner, m._d_out) * m.dtype.itemsize > _MOST_BYTES):
         return None
+    if _is_half(m):
+        half = True
+        products = (("W_in", m._W_in, m.d_model, columns), ("W_out", m._W_out, inner, m._d_out))
+        of = validate.bits(np.empty(0, m.dtype)).dtype
+        if B * L > _MOST_IN_HALF or any(parts_of_product(of, validate.bits(m._in_half.get(held, W)).dtype, m.precision, B * L, k, n)
+                                        for held, W, k, n in products):
+            return None
     return _cut(B * L, columns, m.d_model, workers, half), _cut(B * L, m._d_out, inner, workers, half)
 
 
@@ -194,9 +221,11 @@ def _algorithm(m: Module, L: int, Lk: int, need_weights: bool) -> str | None:
 def _weight(m: Module, held: str, W: np.ndarray, bias: np.ndarray | None, cut: _Cut) -> tuple[Any, ...]:
     """A fused matrix with all that one product of the core takes."""
     if m._in_half:
-        W = validate.bits(m._in_half[held])
+        W = m._in_half[held]
+    if bias is not None and _is_half(m):
+        bias = bias.astype(m._computed)
     packed = m._packed.get(held)
-    return W, None if packed is None else packed.panels, bias, *cut
+    return validate.bits(W), None if packed is None else packed.panels, bias, *cut
 
 
 def _remember(m: Module, key: tuple[Any, ...], found: Any) -> Any:

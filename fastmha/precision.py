@@ -85,7 +85,7 @@ def parts_for(problem: Problem, rows: int, keys: int, backward: bool) -> int:
     """The same of so many query rows per key/value head on so many keys, with the problem's types, widths and scale."""
     if _never(problem):
         return 0
-    parts = _parts_of_types(problem.q.dtype.char + problem.k.dtype.char, resolve(problem.precision))
+    parts = _parts_of_types(problem.types, resolve(problem.precision))
     if parts == 0:
         return 0
     least = tuning.current().least_on_tiles(parts, "backward" if backward else "forward")
@@ -121,4 +121,4 @@ def how(problem: Problem, parts: int) -> str:
     if parts == 0:
         return "float32" if asked == "highest" else f'float32 ("{asked}" would permit less: nothing faster for this call here)'
     operands = "bfloat16" if parts == 1 else "two bfloat16 parts of each operand"
-    return f"{operands} on matrix tiles, summed in float32" + (f' (precision "{asked}")' if "f" in problem.q.dtype.char else "")
+    return f"{operands} on matrix tiles, summed in float32" + (f' (precision "{asked}")' if problem.types[0] == "f" else "")

@@ -10,6 +10,7 @@ import support
 import fastmha
 from fastmha import _core
 
+ELEMENTS = (*support.DTYPES, *support.HALVES)
 SHAPES = ((1, 1), (1, 2), (2, 10), (3, 17), (2, 70), (1, 300), (5, 1))
 MODULES = {
     "plain": {},
@@ -72,7 +73,7 @@ def everything(m, X, training, **keywords):
 
 
 @support.all_isas
-@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("kind", MODULES)
 def test_one_call_has_the_bits_of_single_steps(isa, kind, dtype):
     m, stepwise = pair(dtype, **MODULES[kind])
@@ -87,7 +88,7 @@ def test_one_call_has_the_bits_of_single_steps(isa, kind, dtype):
 
 
 @support.every_isa
-@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("rule", rules(1, 1, np.float32))
 def test_one_call_has_the_bits_of_single_steps_under_every_rule(isa, rule, dtype):
     m, stepwise = pair(dtype, num_kv_heads=2, use_bias=True)
@@ -138,6 +139,21 @@ def test_a_plain_forward_is_one_call_of_the_core(monkeypatch):
         each.forward(X, is_causal=True)
         each.forward(X[:, :1], training=False)
     assert len(calls) == (2 if _core.fused_multiply_add() else 0)
+
+
+@pytest.mark.parametrize("dtype", support.HALVES)
+@pytest.mark.parametrize("tokens", [5, 64, 65])
+def test_a_plain_forward_of_few_tokens_of_half_precision_is_one_call_of_the_core(dtype, tokens, monkeypatch):
+    calls = []
+    for name in ("projected_forward", "projected_step"):
+        run = getattr(_core, name)
+        monkeypatch.setattr(f"fastmha.at_once.{name}", lambda *operands, run=run: (calls.append(1), run(*operands)))
+    monkeypatch.setattr("fastmha._core.has_tiles", bool)
+    m, _ = pair(dtype)
+    X = np.ones((1, tokens, 24), dtype)
+    m.forward(X, is_causal=True)
+    m.forward(X, cache=fastmha.KVCache(1, 4, 6, capacity=65, dtype=dtype), is_causal=True)
+    assert len(calls) == (2 if _core.fused_multiply_add() and tokens <= 64 else 0)
 
 
 def test_a_changed_precision_or_instruction_set_is_seen_by_the_next_call():
@@ -206,7 +222,7 @@ def steps(m, dtype, cache, rule, **keywords):
 
 
 @support.all_isas
-@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("rule", STEPS)
 def test_a_step_in_one_call_has_the_bits_of_single_steps(isa, rule, dtype):
     for keywords in ({"num_kv_heads": 2, "use_bias": True}, {"head_dim": 32, "num_kv_heads": 1}, {"algorithm": "tiled"}):
