@@ -21,11 +21,11 @@ from fastmha._kernels cimport (
     FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_ask_large_pages, fmha_backward_cut,
     fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin,
     fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys,
-    fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut,
+    fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut, fmha_dealt,
     fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks,
     fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item, fmha_item_of, fmha_items,
     fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut, fmha_mask_ranges, fmha_matrices_cut,
-    fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
+    fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_deal, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
     fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
     fmha_valid_keys, fmha_waiting_chunks,
 )
@@ -245,7 +245,32 @@ cdef class Scratch:
 
 cdef void lend(fmha_run *c, Scratch scratch) noexcept:
     """The run works in that memory, on its threads."""
-    c.scratch, c.scratch_size, c.threads = scratch.start, scratch.size, scratch.threads
+    c.scratch, c.scratch_size, c.threads, c.some = scratch.start, scratch.size, scratch.threads, 1
+
+
+cdef double bytes_of_head(const fmha_problem *p, ptrdiff_t element_size, ptrdiff_t stored_size) noexcept nogil:
+    """What an item reads and writes that is a whole key/value head, or a block of the rows of one."""
+    cdef ptrdiff_t rows = min(<ptrdiff_t>FMHA_BLOCK_ROWS, p.Lq * (p.H // p.Hkv)) if p.Hkv > 0 else 0
+    return <double>(p.D + p.Dv) * (rows * element_size + p.Lk * stored_size)
+
+
+cdef ptrdiff_t together(Problem problem, ptrdiff_t items, int threads) noexcept nogil:
+    """How many of so many items that are whole heads a thread takes at a time: of long heads one."""
+    cdef const fmha_problem *p = &problem.c
+    if p.Hkv > 0 and p.Lq * (p.H // p.Hkv) > FMHA_BLOCK_ROWS:
+        return 1
+    return fmha_dealt(items, bytes_of_head(p, problem.element_size, problem.stored_size), threads)
+
+
+def taken_together(Problem problem, ptrdiff_t items, int threads):
+    """The same."""
+    return together(problem, items, threads)
+
+
+cdef int run_heads(fmha_task task, fmha_run *c, ptrdiff_t items, Problem problem) noexcept nogil:
+    """`fmha_pool_run` of items that are whole heads where these are short."""
+    c.some = together(problem, items, c.threads)
+    return fmha_pool_deal(task, c, items, c.threads, c.some)
 
 
 cdef Scratch scratch_for(ptrdiff_t size, ptrdiff_t items, int threads):
@@ -1157,7 +1182,7 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks 
     scratch = scratch_for(size * problem.itemsize, items, threads)
     lend(c, scratch)
     with nogil:
-        fmha_pool_run(task, c, items, scratch.threads)
+        run_heads(task, c, items, problem)
     return finish()
 
 
@@ -1340,7 +1365,10 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
         scratch = scratch_for(own, items, threads)
         lend(c, scratch)
         with nogil:
-            fmha_pool_run(task, c, items, scratch.threads)
+            if mode == FMHA_WHOLE:
+                run_heads(task, c, items, problem)
+            else:
+                fmha_pool_run(task, c, items, scratch.threads)
         finish()
     return 0
 
@@ -1432,7 +1460,7 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     chunks = Scratch(fmha_waiting_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
-        if fmha_pool_run(kernels.decode, c, parts, scratch.threads):
+        if run_heads(kernels.decode, c, parts, problem) if parts == heads else fmha_pool_run(kernels.decode, c, parts, scratch.threads):
             c.cut = merging
             if fmha_chunks(&c.p) != heads:     # else each head has one chunk, whose item has left the result
                 fmha_pool_run(kernels.decode_merge, c, heads, scratch.threads)
@@ -1456,6 +1484,7 @@ ctypedef struct Packed:
     int64_t *first                      # (sequences + 1) the first item of each
     int64_t *chunk                      # (sequences) where what chunks leave begins, or what is kept of split heads; or NULL
     int64_t *shared                     # (sequences) where operands for matrix tiles begin, of split heads; or NULL
+    double bytes                        # of all items of the pass
 
 
 cdef enum:
@@ -1562,6 +1591,7 @@ cdef ptrdiff_t packed_items(Packed *c, ptrdiff_t *most) noexcept nogil:
     """Numbers the items of a pass; most: the scratch of one thread for whichever sequence needs most, where that is larger."""
     cdef ptrdiff_t s, items = 0, own_items
     cdef fmha_run own
+    c.bytes = 0
     for s in range(c.sequences):
         sequence_run(c, s, &own)
         c.first[s] = items
@@ -1569,10 +1599,18 @@ cdef ptrdiff_t packed_items(Packed *c, ptrdiff_t *most) noexcept nogil:
         if own_items == 0:          # one that is split would ask the pass over whole heads for scratch by its length
             continue
         items += own_items
+        c.bytes += own_items * bytes_of_head(&own.p, c.element_size, c.stored_size)
         if c.scratch != NULL:
             most[0] = max(most[0], c.scratch(&own, c.kernels) * c.itemsize)
     c.first[c.sequences] = items
     return items
+
+
+cdef int run_packed(Packed *c, ptrdiff_t items) noexcept nogil:
+    """`fmha_pool_run` of a pass whose items are numbered: of short sequences a thread takes several at a time."""
+    cdef bint waiting = c.whole.mode == FMHA_TURNS          # one for what another does
+    c.whole.some = 1 if waiting else fmha_dealt(items, c.bytes / items, c.whole.threads)
+    return fmha_pool_deal(packed_item, c, items, c.whole.threads, c.whole.some)
 
 
 cdef int packed_pass(Packed *c, fmha_task task, packed_cut cut, packed_scratch scratch, int threads) except -1:
@@ -1585,7 +1623,7 @@ cdef int packed_pass(Packed *c, fmha_task task, packed_cut cut, packed_scratch s
     memory = scratch_for(most, items, threads)
     lend(&c.whole, memory)
     with nogil:
-        fmha_pool_run(packed_item, c, items, memory.threads)
+        run_packed(c, items)
     return finish()
 
 
@@ -1656,7 +1694,7 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     chunks = Scratch(bytes, 1)
     c.whole.chunks = chunks.start
     with nogil:
-        if fmha_pool_run(packed_item, &c, items, scratch.threads):
+        if run_packed(&c, items):
             c.task, c.cut = c.kernels.decode_merge, packed_heads_cut
             packed_items(&c, &most)
             fmha_pool_run(packed_item, &c, merging, scratch.threads)

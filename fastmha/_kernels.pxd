@@ -56,7 +56,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t share
         char *row_states
         char *scratch
-        ptrdiff_t scratch_size, threads
+        ptrdiff_t scratch_size, threads, some
         char *kept
         char *chunks
         char *shared
@@ -182,6 +182,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         int mode
         ptrdiff_t whole, keys, share, together
         double balance
+    ptrdiff_t fmha_dealt(ptrdiff_t items, double bytes, int threads)
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, const fmha_split *)
     fmha_split fmha_backward_split(const fmha_problem *, int threads, int *quick)
     ptrdiff_t fmha_chunks(const fmha_problem *)
@@ -206,6 +207,7 @@ cdef extern from "Python.h":
 cdef extern from "csrc/pool.h" nogil:
     ctypedef void (*fmha_task)(void *, ptrdiff_t, int) noexcept nogil
     int fmha_pool_run(fmha_task, void *, ptrdiff_t, int)
+    int fmha_pool_deal(fmha_task, void *, ptrdiff_t, int, ptrdiff_t)
     void fmha_pool_ask(int (*question)() noexcept nogil)
     int fmha_pool_stopped()
     int fmha_pool_lost()

@@ -217,6 +217,12 @@ def makespan(items: np.ndarray, threads: int) -> float:
     return float(busy.max())
 
 
+def _together(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
+    """The costs of what a thread takes at a time, from those of items that are whole heads where these are short."""
+    some = _core.taken_together(problem, len(items), threads)
+    return items if some == 1 else np.add.reduceat(items, np.arange(0, len(items), some))
+
+
 def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> list[np.ndarray]:
     """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
     B, H, Hkv, _, _, _, _ = problem.shape
@@ -226,7 +232,8 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         low, high = _key_ranges(problem)
         first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
-        return [np.where(read, chunks["keys"].max(initial=0), 0), np.zeros(len(heads))]
+        costs = np.where(read, chunks["keys"].max(initial=0), 0)
+        return [_together(problem, costs, threads) if len(chunks) == len(heads) else costs, np.zeros(len(heads))]
     forward = BY_NAME[name] is TILED and not backward
     if forward and len(passes) == 2:
         runs, blocks = passes
@@ -236,7 +243,10 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
     work = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
-    return [work[0] * _costs_of_pairs(problem, passes[0], threads)] if forward else work
+    if not forward:
+        return work
+    costs = work[0] * _costs_of_pairs(problem, passes[0], threads)
+    return [costs if problem.parts else _together(problem, costs, threads)]
 
 
 def _costs_of_pairs(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
@@ -253,6 +263,11 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
         B, H, Hkv, Lq, Lk, _, _ = problem.shape
         whole, keys, share, busy = _core.backward_split(problem, threads)
         blocks = -(-Lq * (H // Hkv) // rows) if Hkv else 0
+        if whole == B * Hkv:
+            heads = np.repeat(pairs(problem).sum(axis=1), Hkv)
+            taken = _together(problem, heads, threads)
+            if len(taken) < len(heads) and heads.any():
+                busy = heads.sum() / threads / makespan(taken, threads)
         return busy, max(whole, (B * Hkv - whole) * -(-Lk // keys) * (-(-blocks // share) if share else 1))
     passes = _passes(problem, name, backward, threads, rows)
     span = sum(makespan(p, threads) for p in passes if p.any())

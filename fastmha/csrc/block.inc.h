@@ -909,8 +909,8 @@ static inline FMHA_NAME(part) FMHA_NAME(part_of)(const int type, const fmha_arra
 }
 
 /* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more, a thread
- * at work on item `index` fetches an item that it will take: as all take the next that is left, that is about as many on as there are
- * threads, or a multiple, see NEXT_BYTES. Returns `next`, or NULL where nothing is. */
+ * at work on item `index` fetches an item that it will take, the next or a later one, see NEXT_BYTES. Returns `next`, or NULL where nothing
+ * is. */
 static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index, ptrdiff_t near, ptrdiff_t far, int backward,
                                            FMHA_NAME(next) *next)
 {
@@ -919,7 +919,7 @@ static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index,
     const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
     const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * run->cut.rows * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
     if (keys > near || p->B * p->Hkv * (rows + keys) < far) return NULL;
-    const ptrdiff_t then = index + run->threads * (1 + NEXT_BYTES / (rows + keys + 1));
+    const ptrdiff_t then = fmha_later(run, index, 1 + NEXT_BYTES / (rows + keys + 1));
     if (then >= fmha_items(&run->cut)) return NULL;
     const fmha_item item = fmha_item_of(&run->cut, then);
     const ptrdiff_t b = item.b, group = p->H / p->Hkv, h = item.h * group;

@@ -801,8 +801,9 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
     if (FMHA_NAME(few_keys)(p, rows, m.ahead.turns) && FMHA_NAME(few_keys_row)(run, &item, &m)) return;
-    if (m.ahead.turns && index + run->threads < fmha_items(&run->cut)) {
-        const fmha_item then = fmha_item_of(&run->cut, index + run->threads);
+    const ptrdiff_t later = fmha_later(run, index, 1);
+    if (m.ahead.turns && later < fmha_items(&run->cut)) {
+        const fmha_item then = fmha_item_of(&run->cut, later);
         m.then = FMHA_NAME(stored_row)(p, &p->k, then.b, then.h, then.j0);
     }
     const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);

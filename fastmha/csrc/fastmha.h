@@ -150,12 +150,19 @@ typedef struct {
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
-    ptrdiff_t threads;          /* at most, each of which takes the next item that is left */
+    ptrdiff_t threads, some;    /* at most, each of which takes the next items that are left, so many at a time */
     char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
     char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
     ptrdiff_t first_shared;
 } fmha_run;
+
+/* Which item the thread that has item `index` takes `on` items later, about: all take the next that are left. */
+static inline ptrdiff_t fmha_later(const fmha_run *run, ptrdiff_t index, ptrdiff_t on)
+{
+    const ptrdiff_t place = index % run->some + on;
+    return index - index % run->some + place / run->some * run->some * run->threads + place % run->some;
+}
 
 typedef struct {
     const char *name;
@@ -359,6 +366,17 @@ static inline fmha_cut fmha_forward_cut(const fmha_problem *p)
 static inline int fmha_busy(ptrdiff_t items, int threads)
 {
     return 10 * items >= 9 * ((items + threads - 1) / threads) * threads;
+}
+
+/* How many items in a row a thread takes at a time, where each is a head of so many bytes: of short ones several, so that what the CPU
+ * fetches behind one by itself is wanted by the same thread, and that threads seldom meet where items are handed out. */
+#define FMHA_DEALT_BYTES (1 << 17)
+#define FMHA_DEALT_TURNS 32     /* for each thread, at least: one more or less then counts for little */
+static inline ptrdiff_t fmha_dealt(ptrdiff_t items, double bytes, int threads)
+{
+    const ptrdiff_t even = items / (FMHA_DEALT_TURNS * (ptrdiff_t)threads), near = bytes < FMHA_DEALT_BYTES ? (ptrdiff_t)(FMHA_DEALT_BYTES / (bytes + 1)) : 1;
+    const ptrdiff_t some = even < near ? even : near;
+    return threads > 1 && some > 1 ? some : 1;
 }
 
 /* Whether forward items on matrix tiles are heads: what a head packs is then near when it is wanted. Of a long head that counts for

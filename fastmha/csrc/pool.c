@@ -67,6 +67,12 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
     return ended;
 }
 
+int fmha_pool_deal(fmha_task task, void *context, ptrdiff_t items, int threads, ptrdiff_t some)
+{
+    (void)some;
+    return fmha_pool_run(task, context, items, threads);
+}
+
 int fmha_pool_lost(void) { return 0; }
 
 int fmha_pool_waits(unsigned looks)
@@ -109,7 +115,7 @@ enum {
 static struct {
     _Alignas(CACHE_LINE) atomic_uint gate; /* alone in its line: idle workers look at it all the time */
     _Alignas(CACHE_LINE) atomic_ptrdiff_t next;
-    ptrdiff_t items; /* the job: written with the gate closed and nobody active, read by those who joined */
+    ptrdiff_t items, some; /* the job: written with the gate closed and nobody active, read by those who joined */
     fmha_task task;
     void *context;
     atomic_int *stop; /* of the job */
@@ -218,13 +224,14 @@ static void work(int worker)
 {
     const fmha_task task = pool.task;
     void *const context = pool.context;
-    const ptrdiff_t items = pool.items;
+    const ptrdiff_t items = pool.items, some = pool.some;
     ptrdiff_t item;
     const uint64_t before = fmha_flush_subnormals();
     stop_flag = pool.stop;
     /* Relaxed: the counter only deals out numbers; the gate carries the data. */
-    while ((item = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < items && !fmha_pool_stopped())
-        task(context, item, worker);
+    while ((item = atomic_fetch_add_explicit(&pool.next, some, memory_order_relaxed)) < items && !fmha_pool_stopped())
+        for (const ptrdiff_t end = items - item < some ? items : item + some; item < end; item++)
+            task(context, item, worker);
     if (worker)
         stop_flag = NULL;
     fmha_set_control(before);
@@ -414,8 +421,13 @@ static int start_workers(int wanted)
 
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
 {
-    if (threads > items)
-        threads = (int)items;
+    return fmha_pool_deal(task, context, items, threads, 1);
+}
+
+int fmha_pool_deal(fmha_task task, void *context, ptrdiff_t items, int threads, ptrdiff_t some)
+{
+    if (threads > (items + some - 1) / some)
+        threads = (int)((items + some - 1) / some);
     if (threads > MOST_WORKERS + 1)
         threads = MOST_WORKERS + 1;
     if (threads <= 1)
@@ -435,6 +447,7 @@ int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads)
     pool.task = task;
     pool.context = context;
     pool.items = items;
+    pool.some = some;
     pool.cpu = this_cpu();
     atomic_int stop = 0;
     atomic_int *const outer_flag = stop_flag; /* of a serial run that has asked a question that calls this one */

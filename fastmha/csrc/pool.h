@@ -17,6 +17,9 @@ typedef void (*fmha_task)(void *context, ptrdiff_t item, int worker);
    Tasks run with subnormal numbers flushed to 0 (subnormals.h). A run that is to stop (below) hands out no more items. */
 int fmha_pool_run(fmha_task task, void *context, ptrdiff_t items, int threads);
 
+/* The same of tiny items, none of which waits for another: a thread takes `some` that follow each other at a time. */
+int fmha_pool_deal(fmha_task task, void *context, ptrdiff_t items, int threads, ptrdiff_t some);
+
 /* The question that the thread that called puts about every 50 ms of a run, inside it and outside any task's locks, with the
    control word of floating point that the caller had: an answer other than 0 stops the run. It may call runs of its own.
    Process-wide; NULL: never asked. */

@@ -205,6 +205,7 @@ static void give_scratch(fmha_run *run, ptrdiff_t bytes, int threads)
     run->scratch_size = (bytes / FMHA_CACHE_LINE + 1) * FMHA_CACHE_LINE;
     run->scratch = memory((size_t)(run->scratch_size * threads));
     run->threads = threads;
+    run->some = 1;
 }
 
 enum { OUT, LSE, WEIGHTS, GRAD_Q, GRAD_K, GRAD_V, RESULTS };
