@@ -246,6 +246,7 @@ cdef class Scratch:
 cdef void lend(fmha_run *c, Scratch scratch) noexcept:
     """The run works in that memory, on its threads."""
     c.scratch, c.scratch_size, c.threads, c.some = scratch.start, scratch.size, scratch.threads, 1
+    c.items_before, c.all_bytes, c.behind = 0, 0, NULL
 
 
 cdef double bytes_of_head(const fmha_problem *p, ptrdiff_t element_size, ptrdiff_t stored_size) noexcept nogil:
@@ -1489,6 +1490,8 @@ ctypedef struct Packed:
 
 cdef enum:
     PACKED_COLUMNS = 6                  # first query, queries, first key, keys, number of the sequence, heads taken whole
+    FAR_BYTES = 1 << 22                 # of a pass, up to which no kernel fetches the items of a thread that follow, which
+    FAR_ITEMS = 8                       # may be so many on
 
 
 cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogil:
@@ -1527,7 +1530,7 @@ cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogi
 cdef void packed_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
     """Item `index` of all sequences' is one of the sequence that it lies in."""
     cdef Packed *c = <Packed *>context
-    cdef fmha_run own
+    cdef fmha_run own, behind
     cdef ptrdiff_t low = 0, high = c.sequences, middle
     while high - low > 1:
         middle = (low + high) // 2
@@ -1536,6 +1539,10 @@ cdef void packed_item(void *context, ptrdiff_t index, int worker) noexcept nogil
         else:
             high = middle
     sequence_run(c, low, &own)
+    own.items_before = c.first[low]
+    if c.bytes >= FAR_BYTES and low + 1 < c.sequences and c.first[low + 1] - index <= own.some * own.threads + FAR_ITEMS:
+        sequence_run(c, low + 1, &behind)
+        own.behind = &behind
     c.task(&own, index - c.first[low], worker)
 
 
@@ -1610,6 +1617,7 @@ cdef int run_packed(Packed *c, ptrdiff_t items) noexcept nogil:
     """`fmha_pool_run` of a pass whose items are numbered: of short sequences a thread takes several at a time."""
     cdef bint waiting = c.whole.mode == FMHA_TURNS          # one for what another does
     c.whole.some = 1 if waiting else fmha_dealt(items, c.bytes / items, c.whole.threads)
+    c.whole.all_bytes = c.bytes
     return fmha_pool_deal(packed_item, c, items, c.whole.threads, c.whole.some)
 
 

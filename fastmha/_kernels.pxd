@@ -60,7 +60,9 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *kept
         char *chunks
         char *shared
-        ptrdiff_t first_shared
+        ptrdiff_t first_shared, items_before
+        double all_bytes
+        const fmha_run *behind
 
     ctypedef struct fmha_finish:
         const char *bias

@@ -918,9 +918,16 @@ static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index,
     if (run->cut.rows > BLOCK_ROWS) return NULL;
     const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
     const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * run->cut.rows * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
-    if (keys > near || p->B * p->Hkv * (rows + keys) < far) return NULL;
-    const ptrdiff_t then = fmha_later(run, index, 1 + NEXT_BYTES / (rows + keys + 1));
-    if (then >= fmha_items(&run->cut)) return NULL;
+    const double bytes = run->all_bytes > 0 ? run->all_bytes : (double)(p->B * p->Hkv * (rows + keys));
+    if (keys > near || bytes < (double)far) return NULL;
+    ptrdiff_t then = fmha_later(run, index, 1 + NEXT_BYTES / (rows + keys + 1));
+    if (then >= fmha_items(&run->cut)) {
+        if (!run->behind) return NULL;
+        then -= fmha_items(&run->cut);
+        run = run->behind;
+        p = &run->p;
+        if (then >= fmha_items(&run->cut) || run->cut.rows > BLOCK_ROWS || (p->D + p->Dv) * p->Lk * of_key > near) return NULL;
+    }
     const fmha_item item = fmha_item_of(&run->cut, then);
     const ptrdiff_t b = item.b, group = p->H / p->Hkv, h = item.h * group;
     next->part[0] = FMHA_NAME(part_of)(p->element, &p->q, b, h, group, p->Lq, p->D);

@@ -137,7 +137,7 @@ enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
 #define FMHA_LATER_COST 0.2
 
 /* What the items of one pass of "tiled" or "decode" share. */
-typedef struct {
+typedef struct fmha_run {
     fmha_problem p;
     fmha_cut cut;
     fmha_array out;             /* (B, H, Lq, Dv) */
@@ -155,13 +155,18 @@ typedef struct {
     char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
     ptrdiff_t first_shared;
+    /* Of one of the sequences of a packed pass, else 0 and NULL: how many items come before its own, what all read in bytes, and the run of
+     * the sequence behind it, or NULL. */
+    ptrdiff_t items_before;
+    double all_bytes;
+    const struct fmha_run *behind;
 } fmha_run;
 
 /* Which item the thread that has item `index` takes `on` items later, about: all take the next that are left. */
 static inline ptrdiff_t fmha_later(const fmha_run *run, ptrdiff_t index, ptrdiff_t on)
 {
-    const ptrdiff_t place = index % run->some + on;
-    return index - index % run->some + place / run->some * run->some * run->threads + place % run->some;
+    const ptrdiff_t some = run->some, at = (index + run->items_before) % some, place = at + on;
+    return index - at + place / some * some * run->threads + place % some;
 }
 
 typedef struct {

@@ -79,11 +79,11 @@ static void watched(void *context, ptrdiff_t item, int worker)
     atomic_store_explicit(&watch->busy[worker], 0, memory_order_relaxed);
 }
 
-static int run_watched(struct watch *watch, ptrdiff_t items, int threads)
+static int run_watched_by(struct watch *watch, ptrdiff_t items, int threads, ptrdiff_t some)
 {
     memset(watch, 0, sizeof *watch);
     watch->threads = threads;
-    const int took_part = fmha_pool_run(watched, watch, items, threads);
+    const int took_part = fmha_pool_deal(watched, watch, items, threads, some);
     CHECK(took_part >= 1 && took_part <= threads && (took_part <= items || took_part == 1));
     int sum = 0;
     for (int worker = 0; worker < MOST_THREADS; worker++) {
@@ -96,6 +96,8 @@ static int run_watched(struct watch *watch, ptrdiff_t items, int threads)
     return took_part;
 }
 
+static int run_watched(struct watch *watch, ptrdiff_t items, int threads) { return run_watched_by(watch, items, threads, 1); }
+
 static void each_item_runs_once(void)
 {
     static const int item_counts[] = {0, 1, 2, 3, 7, 64, 1000}, thread_counts[] = {1, 2, 3, 7, 16, 2};
@@ -106,6 +108,10 @@ static void each_item_runs_once(void)
                 const int items = item_counts[i], threads = thread_counts[t];
                 const int expected = items < threads ? items : threads;
                 CHECK(run_watched(&watch, items, threads) == (expected > 1 ? expected : 1));
+                for (int some = 2; some <= 9; some += 7) {
+                    const int taken = (items + some - 1) / some, most = taken < threads ? taken : threads;
+                    CHECK(run_watched_by(&watch, items, threads, some) == (most > 1 ? most : 1));
+                }
             }
     CHECK(fmha_pool_workers() == 15);
 }

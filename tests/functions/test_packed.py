@@ -223,6 +223,20 @@ def test_many_short_sequences(algorithm, rng):
         assert_same(run(fastmha, *arrays, lengths, is_causal=True, algorithm=algorithm, threads=threads), alone)
 
 
+@everywhere
+def test_short_sequences_that_fill_any_cache_have_the_bits_that_each_has_alone(algorithm, rng):
+    """While a thread is at work on one, it fetches heads of the sequence that comes; where there is none, or none of its size,
+    nothing."""
+    lengths = rng.integers(0, 33, 800)
+    if algorithm != "decode":
+        lengths[[100, 300]] = 90, 500
+    arrays = draw(rng, lengths, H=4, Hkv=2, D=64, Dv=64, dtype=np.float32)
+    alone = one_by_one(*arrays, lengths, is_causal=True, algorithm=algorithm)
+    for threads in (1, 2, 5):
+        together = run(fastmha, *arrays, lengths, is_causal=True, algorithm=algorithm, threads=threads)
+        assert_same_but_for_blas(algorithm, together, alone)
+
+
 @pytest.mark.parametrize("algorithm", ALL)
 @support.ill_scaled
 def test_scores_of_every_size(isa, algorithm, kind, rng):

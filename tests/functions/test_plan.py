@@ -272,6 +272,16 @@ def test_work_is_within_a_tenth_of_evenly_spread_where_there_are_twelve_blocks_a
     assert uneven == {}
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_short_heads_are_taken_several_at_a_time_and_the_balance_knows(backward):
+    heads, groups = 130, 65     # by twos, so that one of two threads has 33 of these
+    taken = plan(1, heads, heads, 16, 16, 64, num_threads=2, algorithm="tiled", backward=backward)
+    assert taken.balance == pytest.approx(groups / 2 / 33)
+    for each in ((1, heads, heads, 65, 65, 64), (1, heads, heads, 16, 4000, 64), (1, 126, 126, 16, 16, 64)):
+        alone = plan(*each, num_threads=2, algorithm="tiled", backward=backward)
+        assert alone.balance == pytest.approx(1)      # 65 or 63 items each
+
+
 def split(B, H, Hkv, L, threads, quick=False, **rules):
     q, k = np.empty((B, H, L, 64), np.float32), np.empty((B, Hkv, L, 64), np.float32)
     return _core.backward_split(validate.attention_problem(q, k, k, "BHLD", validate.Rules(**rules)), threads, quick)
