@@ -479,9 +479,9 @@ cdef class Problem:
 
     @staticmethod
     def side_by_side(rows, ptrdiff_t H, ptrdiff_t Hkv, ptrdiff_t D, ptrdiff_t Dv, rules, cached=None):
-        """The same of heads as a projection writes them: rows (B, L, H·D + Hkv·D + Hkv·Dv), C-contiguous, of any dtype of q. rules:
-        what `Problem` takes behind q, k and v. cached: (k, v, Lk) of rows' dtype, of whose slots the first Lk are the keys and
-        values in place of those in the rows."""
+        """The same of heads as a projection writes them: rows (B, L, H·D + Hkv·D + Hkv·Dv), C-contiguous, of any dtype of q.
+        rules: what `Problem` takes behind q, k and v. cached: (k, v, Lk) of rows' dtype, of whose slots the first Lk are the
+        keys and values in place of those in the rows."""
         cdef Problem p = Problem.__new__(Problem)
         cdef fmha_array all_of
         cdef ptrdiff_t shape[4]
@@ -504,9 +504,9 @@ cdef class Problem:
 
     @staticmethod
     def of_heads(q, k, v, bint by_length):
-        """The same without rules of arrays as a caller gives them, q (B, Lq, H, D) and so on where `by_length`. None where they are
-        not arrays of float32, float64 or float16, all of one, whose lengths go together, none of them 0, and which kernels can read
-        where they lie: `fastmha.validate` then says what is wrong, or copies."""
+        """The same without rules of arrays as a caller gives them, q (B, Lq, H, D) and so on where `by_length`. None where they
+        are not arrays of float32, float64 or float16, all of one, whose lengths go together, none of them 0, and which kernels
+        can read where they lie: `fastmha.validate` then says what is wrong, or copies."""
         cdef ptrdiff_t of_q[4]
         cdef ptrdiff_t of_k[4]
         cdef ptrdiff_t of_v[4]
@@ -1461,7 +1461,8 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     chunks = Scratch(fmha_waiting_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
-        if run_heads(kernels.decode, c, parts, problem) if parts == heads else fmha_pool_run(kernels.decode, c, parts, scratch.threads):
+        if (run_heads(kernels.decode, c, parts, problem) if parts == heads
+                else fmha_pool_run(kernels.decode, c, parts, scratch.threads)):
             c.cut = merging
             if fmha_chunks(&c.p) != heads:     # else each head has one chunk, whose item has left the result
                 fmha_pool_run(kernels.decode_merge, c, heads, scratch.threads)
@@ -1933,7 +1934,7 @@ def matmul_tiled(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads,
 
 
 cdef int project(x, weight, out, int threads) except -1:
-    """out <- x @ W (+ bias), both (B, L, width) and C-contiguous; of half precision they are few rows, converted by one thread."""
+    """out <- x @ W (+ bias), both (B, L, width), C-contiguous; of half precision they are few rows, converted by one thread."""
     cdef Product s
     cdef Scratch rows
     W, packed, bias, slices, by_blas = weight

@@ -198,8 +198,9 @@ def _cuts(m: Module, B: int, L: int, workers: int) -> tuple[_Cut, _Cut] | None:
         half = True
         products = (("W_in", m._W_in, m.d_model, columns), ("W_out", m._W_out, inner, m._d_out))
         of = validate.bits(np.empty(0, m.dtype)).dtype
-        if B * L > _MOST_IN_HALF or any(parts_of_product(of, validate.bits(m._in_half.get(held, W)).dtype, m.precision, B * L, k, n)
-                                        for held, W, k, n in products):
+        parts = (parts_of_product(of, validate.bits(m._in_half.get(held, W)).dtype, m.precision, B * L, k, n)
+                 for held, W, k, n in products)
+        if B * L > _MOST_IN_HALF or any(parts):
             return None
     return _cut(B * L, columns, m.d_model, workers, half), _cut(B * L, m._d_out, inner, workers, half)
 

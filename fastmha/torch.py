@@ -42,7 +42,7 @@ def _bfloat16() -> Any:
 
 _BFLOAT16 = _bfloat16()
 TYPES = {torch.float32, torch.float64, torch.float16} | ({torch.bfloat16} if _BFLOAT16 else set())
-_SINKS, _SEED = map(Rules._fields.index, ("sinks", "seed"))
+_MASK, _SINKS, _SEED = map(Rules._fields.index, ("mask", "sinks", "seed"))
 _REAL = {Tensor, torch.nn.Parameter}
 _STRIDED = torch.strided
 _torchs_own: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
@@ -306,8 +306,10 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
             if mask.dtype is torch.bool:        # of what is repeated by a stride of 0, one
                 of_mask = ~(of_mask[tuple(slice(0, 1) if s == 0 else slice(None) for s in of_mask.strides)]
                             if 0 in of_mask.strides else of_mask)
-        rules = Rules(of_mask, *rules[1:_SINKS], None if sinks is None else _array(sinks), *rules[_SINKS + 1:_SEED],
-                      None if seed is None else int(seed), *rules[_SEED + 1:])
+        own: list[Any] = list(rules)        # _replace takes longer
+        own[_MASK], own[_SINKS] = of_mask, None if sinks is None else _array(sinks)
+        own[_SEED] = None if seed is None else int(seed)
+        rules = Rules(*own)
     # without a look at the values of a mask: it is torch's, and means what torch says
     return validate.attention_problem(_array(q), _array(k), _array(v), "BHLD", rules, values=False)
 
