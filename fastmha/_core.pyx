@@ -144,8 +144,8 @@ cdef int read_array(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t it
 
 
 cdef bint read_heads(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t itemsize, bint by_length) except -1:
-    """The same of heads (B, heads, L, width), or (B, L, heads, width) where `by_length`; returns whether they are that, none of these
-    is 0 or too long, and kernels can work on them where they lie."""
+    """The same of heads (B, heads, L, width), or (B, L, heads, width) where `by_length`; returns whether they are that, none of
+    these is 0 or too long, and kernels can work on them where they lie."""
     cdef Py_buffer view
     cdef int axis, at
     cdef ptrdiff_t low = 0, least, most
@@ -463,7 +463,7 @@ cdef class Problem:
     cdef readonly bint is_double
     cdef readonly ptrdiff_t itemsize, element_size, stored_size         # of the computation, of q, of k
     cdef readonly object dtype, bool_mask, additive_mask
-    cdef object heads           # (q, k, v), by length: with their second and third axis swapped; None: made once somebody asks, of
+    cdef object heads           # (q, k, v), by length: with the second and third axis swapped; None: made once asked for, of
     cdef object rows, slots     # what `side_by_side` takes
     cdef bint by_length
     cdef public str layout
