@@ -40,9 +40,10 @@ def gradients(problem: Problem, of_q: tuple[int, ...], of_k: tuple[int, ...], of
 def empty_together(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
     """Arrays, large ones in one piece of memory: an allocator that gives large pieces back to the system at once, as glibc's
     does with several of one size, would cost a page fault every 4 KB of every call."""
-    if sum(map(math.prod, shapes)) * dtype.itemsize < _LARGE_BYTES:
+    sizes = [math.prod(s) for s in shapes]
+    if sum(sizes) * dtype.itemsize < _LARGE_BYTES:
         return [np.empty(s, dtype) for s in shapes]
-    ends = np.cumsum([math.prod(s) for s in shapes]).tolist()
+    ends = np.cumsum(sizes).tolist()
     memory = np.empty(ends[-1], dtype)
     return [memory[end - math.prod(s):end].reshape(s) for s, end in zip(shapes, ends)]
 

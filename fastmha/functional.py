@@ -12,7 +12,7 @@ from fastmha.algorithms import AUTO
 from fastmha.capture import Capture
 from fastmha.merging import shares
 from fastmha.planning import Plan, choose, make_plan
-from fastmha.validate import CAUSAL, NO_RULES, KeyRanges, Rules
+from fastmha.validate import KeyRanges, Rules
 
 
 @validate.own_keywords(validate.CALL_NAMES)
@@ -147,12 +147,8 @@ def attention(
     >>> fastmha.attention(q, k, v, is_causal=True).shape
     (2, 8, 16, 64)
     """
-    if (mask is offset is key_padding_lengths is key_ranges is window is scale is softcap is sinks is alibi is seed is precision
-            is None and type(dropout) is float and dropout == 0 and (is_causal is False or is_causal is True)):
-        rules = CAUSAL if is_causal else NO_RULES       # what tiny calls would spend much of their time on
-    else:
-        rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges,
-                      sinks, alibi, dropout, seed, precision)
+    rules = validate.rules_of(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads,
+                              key_ranges, sinks, alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm)
     if return_lse is not False:
@@ -237,8 +233,8 @@ def attention_backward(
     For half precision out has been rounded: "tiled" takes rowsum(P ∘ dP) from grad_out and out, with that rounding in it; "blas"
     adds it up anew.
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
-                  alibi, dropout, seed, precision)
+    rules = validate.rules_of(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads,
+                              key_ranges, sinks, alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules)
     name, _ = choose(problem, algorithm, backward=True)
     if validate.flag("need_bias_grad", need_bias_grad) and problem.additive_mask is None:
@@ -353,8 +349,8 @@ def plan(
     >>> fastmha.plan(q, k, k).algorithm
     'decode'
     """
-    rules = Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
-                  alibi, dropout, seed, precision)
+    rules = validate.rules_of(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads,
+                              key_ranges, sinks, alibi, dropout, seed, precision)
     problem = validate.attention_problem(q, k, v, layout, rules, values=False)
     validate.flag("return_lse", return_lse)
     if capture is not None:

@@ -76,6 +76,17 @@ class Rules(NamedTuple):
 NO_RULES, CAUSAL = Rules(), Rules(is_causal=True)        # these very ones are known without a look at what is in them
 
 
+def rules_of(mask: Any, is_causal: Any, offset: Any, key_padding_lengths: Any, window: Any, scale: Any, softcap: Any,
+             algorithm: Any, num_threads: Any, key_ranges: Any, sinks: Any, alibi: Any, dropout: Any, seed: Any,
+             precision: Any) -> Rules:
+    """`Rules`, or one of those above where it says the same of a problem: tiny calls would spend much of their time on more."""
+    if (mask is offset is key_padding_lengths is window is scale is softcap is key_ranges is sinks is alibi is seed is precision
+            is None and type(dropout) is float and dropout == 0 and (is_causal is False or is_causal is True)):
+        return CAUSAL if is_causal else NO_RULES
+    return Rules(mask, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, sinks,
+                 alibi, dropout, seed, precision)
+
+
 # ----------------------------------------------------------------------------------------------------- what came, in words
 
 class _Repr(reprlib.Repr):
