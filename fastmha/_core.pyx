@@ -42,7 +42,7 @@ ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass l
 # Of a forward pass of "tiled": what a pair costs in blocks of so many rows, and each run of a block, in pairs of a row.
 BLOCK_COSTS = {FMHA_BLOCK_ROWS: 1.0, FMHA_BLOCK_ROWS // 2: FMHA_HALF_COST, FMHA_BLOCK_ROWS // 4: FMHA_QUARTER_COST}
 RUN_COST = FMHA_RUN_COST * FMHA_RUN_KEYS
-cdef object SINGLE = numpy_dtype("f"), DOUBLE = numpy_dtype("d"), HALF = numpy_dtype("e")
+cdef object SINGLE = numpy_dtype("f"), DOUBLE = numpy_dtype("d"), HALF = numpy_dtype("e"), BITS = numpy_dtype("H")
 
 
 def runnable_isas():
@@ -503,22 +503,24 @@ cdef class Problem:
         return p
 
     @staticmethod
-    def of_heads(q, k, v, bint by_length):
+    def of_heads(q, k, v, bint by_length, named=None):
         """The same without rules of arrays as a caller gives them, q (B, Lq, H, D) and so on where `by_length`. None where they
         are not arrays of float32, float64 or float16, all of one, whose lengths go together, none of them 0, and which kernels
-        can read where they lie: `fastmha.validate` then says what is wrong, or copies."""
+        can read where they lie: `fastmha.validate` then says what is wrong, or copies. named: bfloat16, of arrays of uint16."""
         cdef ptrdiff_t of_q[4]
         cdef ptrdiff_t of_k[4]
         cdef ptrdiff_t of_v[4]
         if type(q) is not ndarray or type(k) is not ndarray or type(v) is not ndarray:
             return None
         element = q.dtype
-        if element is not SINGLE and element is not DOUBLE and element is not HALF:
+        if named is not None and element is not BITS:
+            return None
+        if named is None and element is not SINGLE and element is not DOUBLE and element is not HALF:
             return None
         if k.dtype is not element or v.dtype is not element:
             return None
         cdef Problem p = Problem.__new__(Problem)
-        cdef ptrdiff_t size = 8 if element is DOUBLE else 2 if element is HALF else 4
+        cdef ptrdiff_t size = 8 if element is DOUBLE else 4 if element is SINGLE else 2
         if not (read_heads(q, &p.c.q, of_q, size, by_length) and read_heads(k, &p.c.k, of_k, size, by_length)
                 and read_heads(v, &p.c.v, of_v, size, by_length)):
             return None
@@ -528,12 +530,12 @@ cdef class Problem:
             return None
         p.c.B, p.c.H, p.c.Lq, p.c.D = of_q[0], of_q[1], of_q[2], of_q[3]
         p.c.Hkv, p.c.Lk, p.c.Dv = of_k[1], of_k[2], of_v[3]
-        p.c.element = p.c.stored = FMHA_HALF if size == 2 else FMHA_SAME
+        p.c.element = p.c.stored = FMHA_SAME if size > 2 else FMHA_HALF if named is None else FMHA_BFLOAT
         p.c.left = p.c.right = FMHA_UNBOUNDED
         p.c.scale = 1 / sqrt(<double>p.c.D)
         p.is_double, p.dtype = size == 8, SINGLE if size == 2 else element
         p.itemsize, p.element_size, p.stored_size = 8 if size == 8 else 4, size, size
-        p.element = p.stored = element
+        p.element = p.stored = element if named is None else named
         p.heads, p.by_length, p.layout = (q, k, v), by_length, "BLHD" if by_length else "BHLD"
         p.keep, p.bytes_copied = NO_RULES, 0
         return p
