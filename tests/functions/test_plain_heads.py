@@ -1,5 +1,5 @@
-"""Heads that are plain arrays are read in one step of the core: the same problems as by the checks one after the other, and none of
-what these refuse or copy."""
+"""Heads that are plain arrays are read in one step of the core: the same problems as by the checks one after the other, and none
+of what these refuse or copy."""
 
 import numpy as np
 import pytest
@@ -10,9 +10,9 @@ import fastmha
 from fastmha import _core, validate
 
 ATTRIBUTES = (
-    "shape", "types", "dtype", "itemsize", "element_size", "stored_size", "is_double", "element", "stored", "plain", "parts", "scale",
-    "softcap", "window", "layout", "bytes_copied", "precision", "bool_mask", "additive_mask", "offset", "key_starts", "key_lengths",
-    "sinks", "alibi", "draws",
+    "shape", "types", "dtype", "itemsize", "element_size", "stored_size", "is_double", "element", "stored", "plain", "parts",
+    "scale", "softcap", "window", "layout", "bytes_copied", "precision", "bool_mask", "additive_mask", "offset", "key_starts",
+    "key_lengths", "sinks", "alibi", "draws",
 )  # fmt: skip
 
 
