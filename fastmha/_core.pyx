@@ -1619,7 +1619,7 @@ cdef ptrdiff_t packed_items(Packed *c, ptrdiff_t *most) noexcept nogil:
 cdef int run_packed(Packed *c, ptrdiff_t items) noexcept nogil:
     """`fmha_pool_run` of a pass whose items are numbered: of short sequences a thread takes several at a time."""
     cdef bint waiting = c.whole.mode == FMHA_TURNS          # one for what another does
-    c.whole.some = 1 if waiting else fmha_dealt(items, c.bytes / items, c.whole.threads)
+    c.whole.some = 1 if waiting or items == 0 else fmha_dealt(items, c.bytes / items, c.whole.threads)
     c.whole.all_bytes = c.bytes
     return fmha_pool_deal(packed_item, c, items, c.whole.threads, c.whole.some)
 

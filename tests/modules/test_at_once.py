@@ -8,7 +8,7 @@ import pytest
 import support
 
 import fastmha
-from fastmha import _core
+from fastmha import _core, at_once, planning, precision, validate
 
 ELEMENTS = (*support.DTYPES, *support.HALVES)
 SHAPES = ((1, 1), (1, 2), (2, 10), (3, 17), (2, 70), (1, 300), (5, 1))
@@ -156,13 +156,25 @@ def test_a_plain_forward_of_few_tokens_of_half_precision_is_one_call_of_the_core
     assert len(calls) == (2 if _core.fused_multiply_add() and tokens <= 64 else 0)
 
 
+@support.all_isas
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_the_algorithm_is_that_of_single_steps(isa, dtype):
+    for keywords in ({"num_kv_heads": 1, "head_dim": D} for D in (8, 16, 32, 64)):
+        m, _ = pair(dtype, **keywords)
+        for L, Lk in ((L, Lk) for L in (1, 2, 3) for Lk in (1, 4, 9, 20, 50, 120, 600)):
+            q, k = np.zeros((1, 4, L, m.head_dim), dtype), np.zeros((1, 1, Lk, m.head_dim), dtype)
+            problem = validate.attention_problem(q, k, k, "BHLD")
+            name = None if precision.parts_of(problem) else at_once._algorithm(m, L, Lk, False)
+            assert name in (None, planning.choose(problem, "auto")[0])
+
+
 def test_a_changed_precision_or_instruction_set_is_seen_by_the_next_call():
     m, _ = pair(d_model=64)
     X = np.random.default_rng(0).standard_normal((2, 40, 64), dtype=np.float32)
     for isa in support.ISAS:
         with support.selected(isa):
-            for precision in ("highest", "medium", "highest"):
-                fastmha.set_precision(precision)
+            for name in ("highest", "medium", "highest"):
+                fastmha.set_precision(name)
                 try:
                     fresh, _ = pair(d_model=64)
                     assert_same([m.forward(X, training=False)], [fresh.forward(X, training=False)])
