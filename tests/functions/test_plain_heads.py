@@ -111,11 +111,11 @@ def test_whatever_is_not_plain_is_left_to_the_checks(kind, dtype):
         assert at_once(arrays) is None
 
 
-@pytest.mark.skipif(len(support.HALVES) == 1, reason="bfloat16 is of the package ml_dtypes")
-def test_bits_of_bfloat16_are_no_bfloat16():
-    arrays = draw(support.HALVES[1])
-    assert at_once(arrays) is not None
-    for dtype in (np.uint16, np.int16, "V2"):
-        assert at_once([x.view(dtype) for x in arrays]) is None
-    with pytest.raises(TypeError, match="q must be float32, float64, float16 or bfloat16"):
-        fastmha.attention(*[x.view(np.uint16) for x in arrays])
+def test_bits_of_half_precision_are_no_half_precision():
+    for half in support.HALVES:
+        arrays = draw(half)
+        assert at_once(arrays) is not None
+        for dtype in (np.uint16, np.int16, "V2"):
+            assert at_once([x.view(dtype) for x in arrays]) is None
+        with pytest.raises(TypeError, match="q must be float32, float64, float16 or bfloat16"):
+            fastmha.attention(*[x.view(np.uint16) for x in arrays])
