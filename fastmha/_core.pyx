@@ -685,11 +685,6 @@ cdef class Problem:
         return letter(self.c.element, own) + letter(self.c.stored, own)
 
     @property
-    def plain(self):
-        """Whether q, k and v are of the computation's dtype."""
-        return self.c.element == FMHA_SAME and self.c.stored == FMHA_SAME
-
-    @property
     def parts(self):
         """bfloat16 parts of what is multiplied on matrix tiles; 0: nothing is."""
         return self.c.parts

@@ -70,22 +70,25 @@ def resolve(precision: str | None) -> str:
 def parts_of(problem: Problem, backward: bool = False) -> int:
     """The bfloat16 parts of what "tiled" multiplies on matrix tiles, forward or backward; 0: it multiplies by vectors. By types,
     lengths, the scale and the kernels in use alone."""
-    if _never(problem):
+    parts = _permitted(problem)
+    if parts == 0:                              # most calls end here
         return 0
     _, H, Hkv, Lq, Lk, _, _ = problem.shape
-    return parts_for(problem, Lq * (H // Hkv) if Hkv else 0, Lk, backward)
-
-
-def _never(problem: Problem) -> bool:
-    """Whether no lengths bring the problem on matrix tiles."""
-    return problem.is_double or (problem.plain and resolve(problem.precision) == "highest") or not _core.has_tiles()
+    return _where_they_pay(problem, parts, Lq * (H // Hkv) if Hkv else 0, Lk, backward)
 
 
 def parts_for(problem: Problem, rows: int, keys: int, backward: bool) -> int:
     """The same of so many query rows per key/value head on so many keys, with the problem's types, widths and scale."""
-    if _never(problem):
-        return 0
-    parts = _parts_of_types(problem.types, resolve(problem.precision))
+    return _where_they_pay(problem, _permitted(problem), rows, keys, backward)
+
+
+def _permitted(problem: Problem) -> int:
+    """The parts where types and precision permit any and there are tiles, whatever the lengths."""
+    return _parts_of_types(problem.types, resolve(problem.precision)) if _core.has_tiles() else 0
+
+
+def _where_they_pay(problem: Problem, parts: int, rows: int, keys: int, backward: bool) -> int:
+    """So many parts, or 0 where lengths are too short for them, a width is 0, or the scale is beyond them."""
     if parts == 0:
         return 0
     least = tuning.current().least_on_tiles(parts, "backward" if backward else "forward")

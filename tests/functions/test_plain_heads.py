@@ -10,7 +10,7 @@ import fastmha
 from fastmha import _core, validate
 
 ATTRIBUTES = (
-    "shape", "types", "dtype", "itemsize", "element_size", "stored_size", "is_double", "element", "stored", "plain", "parts",
+    "shape", "types", "dtype", "itemsize", "element_size", "stored_size", "is_double", "element", "stored", "parts",
     "scale", "softcap", "window", "layout", "bytes_copied", "precision", "bool_mask", "additive_mask", "offset", "key_starts",
     "key_lengths", "sinks", "alibi", "draws",
 )  # fmt: skip
