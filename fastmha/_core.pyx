@@ -23,11 +23,11 @@ from fastmha._kernels cimport (
     fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys,
     fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut, fmha_dealt,
     fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks,
-    fmha_forward_cut, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item, fmha_item_of, fmha_items,
-    fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_mask_cut, fmha_mask_ranges, fmha_matrices_cut,
-    fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_deal, fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped,
-    fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tile_product,
-    fmha_valid_keys, fmha_waiting_chunks,
+    fmha_forward_cut, fmha_free_blocks, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item, fmha_item_of, fmha_items,
+    fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_list_blocks, fmha_mask_cut, fmha_mask_ranges,
+    fmha_matrices_cut, fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_deal, fmha_pool_lost, fmha_pool_run,
+    fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control,
+    fmha_split, fmha_task, fmha_tile_product, fmha_valid_keys, fmha_waiting_chunks,
 )
 
 
@@ -1134,20 +1134,38 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     """The "tiled" algorithm: out (B, H, Lq, Dv) with unit last stride, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None.
 
-    blocks: rows of a block, 16, 32 or 64, whether each run of keys is an item, and how many blocks, or runs of them, the last
-    ones, have so many rows, the others 64, or 0: all; whatever the threads. None: as is best for these. The bits are the same.
-    Not on matrix tiles.
+    blocks: how many blocks, the first ones, have 64 rows and all keys; whether the others are in runs of their keys; of how
+    many rows, 16, 32 or 64, pieces of such items are, and how many of them, the last ones, become such; whatever the threads.
+    None: as is best for these. The bits are the same. Not on matrix tiles.
     """
     cdef fmha_run c
-    cdef fmha_blocks named
+    cdef Blocks named = None
     read_results(&c, problem, lse, weights)
     read_array(out, &c.out, NULL, problem.element_size, True)
-    if blocks is None:
-        run_tiled(&c, problem, threads, NULL)
-    else:
-        rows, runs, fine = blocks
-        named.rows, named.fine, named.runs, named.heads_inside = rows, fine, bool(runs) and weights is None, True
-        run_tiled(&c, problem, threads, &named)
+    if blocks is not None and c.p.parts == 0:
+        named = Blocks()
+        named.c.whole, named.c.runs, named.c.rows, named.c.fine = blocks
+        named.c.runs = named.c.runs and weights is None         # whose softmax runs over all keys
+        named.c.heads_inside = True
+        named.list_items(&c.p)
+    run_tiled(&c, problem, threads, named)
+
+
+cdef class Blocks:
+    """How a forward pass of "tiled" is cut."""
+    cdef fmha_blocks c
+
+    def __dealloc__(self):
+        fmha_free_blocks(&self.c)
+
+    cdef int list_items(self, const fmha_problem *p) except -1:
+        """Makes the lists of items that `c` has where blocks are cut."""
+        cdef int made
+        with nogil:
+            made = fmha_list_blocks(p, &self.c)
+        if not made:
+            raise MemoryError("no memory for the list of a forward pass's items")
+        return 0
 
 
 cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
@@ -1158,66 +1176,66 @@ cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
     return 0
 
 
-cdef int run_tiled(fmha_run *c, Problem problem, int threads, const fmha_blocks *named) except -1:
-    cdef Scratch scratch
-    cdef fmha_blocks blocks
+cdef int run_tiled(fmha_run *c, Problem problem, int threads, Blocks named) except -1:
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef fmha_blocks blocks
     threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
-    if named != NULL and c.p.parts == 0:
-        blocks = named[0]
+    if named is None:
+        named = blocks_for(&c.p, threads, c.weights == NULL, True, &blocks)
     else:
-        blocks_for(&c.p, threads, c.weights == NULL, True, &blocks)
+        blocks = named.c
     c.cut = fmha_blocks_cut(&c.p, &blocks, False)
     cdef ptrdiff_t items = fmha_items(&c.cut)
     if items == 0:
         return 0
     if c.p.parts > 0 and kernels.matrix_forward != NULL:
         return matrix_forward(c, kernels, items, problem.itemsize, threads)
-    if blocks.runs:
-        return run_by_keys(c, problem, &blocks, threads)
     cdef fmha_task task = kernels.tiled_forward if c.weights == NULL else kernels.tiled_weights
     cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if c.weights == NULL else kernels.weights_scratch(&c.p)
-    scratch = scratch_for(size * problem.itemsize, items, threads)
+    cdef Scratch scratch = scratch_for(size * problem.itemsize, items, threads)
     lend(c, scratch)
+    if blocks.merged:
+        return run_and_merge(c, problem, &blocks, scratch.threads)
     with nogil:
         run_heads(task, c, items, problem)
     return finish()
 
 
-cdef int blocks_for(const fmha_problem *p, int threads, bint runs, bint running, fmha_blocks *blocks) except -1:
-    """`fmha_forward_blocks`, remembered where it takes a simulation. running: see `cuts`."""
+cdef int run_and_merge(fmha_run *c, Problem problem, const fmha_blocks *blocks, int threads) except -1:
+    """`run_tiled` where some blocks are cut into runs of keys: a second pass merges these."""
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef Scratch runs = Scratch(fmha_runs_left(&c.p, blocks) * kernels.run_scratch(&c.p) * problem.itemsize, 1)
+    c.chunks = runs.start
+    c.whole = blocks.whole
+    with nogil:
+        if fmha_pool_run(kernels.tiled_forward, c, fmha_items(&c.cut), threads):
+            c.cut = fmha_blocks_cut(&c.p, blocks, True)
+            fmha_pool_run(kernels.tiled_merge, c, fmha_items(&c.cut), threads)
+    return finish()
+
+
+cdef Blocks blocks_for(const fmha_problem *p, int threads, bint runs, bint running, fmha_blocks *blocks):
+    """`fmha_forward_blocks`; where it takes a simulation, as an object that is remembered and holds the lists, else None.
+    running: see `cuts`."""
     cdef object key, found
     cdef int quick = False
+    cdef Blocks made
     if not fmha_blocks_vary(p, threads):
         blocks[0] = fmha_forward_blocks(p, threads, runs, &quick)
-        return 0
+        return None
     key = sizes_of(p, threads, 1 + runs)
     found = cuts.get(key)
     if found is None or found[1]:
         quick = running and found is None
+        made = Blocks()
         with nogil:
-            blocks[0] = fmha_forward_blocks(p, threads, runs, &quick)
-        remember(key, (blocks[0], quick))
+            made.c = fmha_forward_blocks(p, threads, runs, &quick)
+        made.list_items(p)
+        remember(key, (made, quick))
     else:
-        blocks[0] = found[0]
-    return 0
-
-
-cdef int run_by_keys(fmha_run *c, Problem problem, const fmha_blocks *blocks, int threads) except -1:
-    """`run_tiled` in two passes: over runs of the keys of each block, and over blocks, which merge theirs."""
-    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef fmha_cut whole = c.cut
-    c.cut = fmha_blocks_cut(&c.p, blocks, True)
-    cdef ptrdiff_t parts = fmha_items(&c.cut)
-    cdef Scratch scratch = scratch_for(kernels.forward_scratch(&c.p) * problem.itemsize, parts, threads)
-    cdef Scratch runs = Scratch(fmha_runs_left(&c.p) * kernels.run_scratch(&c.p) * problem.itemsize, 1)
-    lend(c, scratch)
-    c.chunks = runs.start
-    with nogil:
-        if fmha_pool_run(kernels.tiled_run, c, parts, scratch.threads):
-            c.cut = whole
-            fmha_pool_run(kernels.tiled_merge, c, fmha_items(&whole), scratch.threads)
-    return finish()
+        made = found[0]
+    blocks[0] = made.c
+    return made
 
 
 cdef int matrix_forward(fmha_run *c, const fmha_kernels *kernels, ptrdiff_t items, ptrdiff_t size, int threads) except -1:
@@ -1419,7 +1437,7 @@ def tiled_scratch(Problem problem, bint backward, int threads):
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, False, &blocks)
-    cdef ptrdiff_t shared = fmha_runs_left(&problem.c) * kernels.run_scratch(&problem.c) if blocks.runs else 0
+    cdef ptrdiff_t shared = fmha_runs_left(&problem.c, &blocks) * kernels.run_scratch(&problem.c)
     return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
 
 
@@ -1772,28 +1790,17 @@ cdef bytearray items_of(const fmha_cut *cut):
     return table
 
 
-def forward_blocks(Problem problem, int threads, bint quick=False):
-    """(rows, fine): of a block of "tiled" forward for so many threads; so many blocks of 64 rows, or runs of them, the last ones,
-    are cut into such, or, if 0, all of them. quick: for sizes that it meets for the first time."""
-    cdef fmha_blocks blocks
-    cdef int short = quick
-    if quick:
-        blocks = fmha_forward_blocks(&problem.c, threads, True, &short)
-    else:
-        blocks_for(&problem.c, threads, True, False, &blocks)
-    return blocks.rows, blocks.fine
-
-
 def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads):
     """The items of each pass of a run of the named algorithm, of "tiled" forward, in the order in which the pool hands them out.
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
     "blas" forward. "decode" has two passes, over one to eight chunks and over heads, and so has "tiled" where runs of keys keep
-    so many `threads` busier: over them and over blocks.
+    so many `threads` busier: over blocks, some of them in runs, and over rows of these, which merge them.
     """
     cdef fmha_cut first, second
     cdef fmha_blocks blocks
+    cdef Blocks _held           # as long as its lists are read
     cdef Heads c
     if name == "blas":
         prepare(&c, problem, rows, backward)
@@ -1801,9 +1808,9 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
     if name == "decode":
         first, second = fmha_decode_cut(&problem.c, threads), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
-    blocks_for(&problem.c, threads, True, False, &blocks)
+    _held = blocks_for(&problem.c, threads, True, False, &blocks)
     first, second = fmha_blocks_cut(&problem.c, &blocks, False), fmha_blocks_cut(&problem.c, &blocks, True)
-    return [items_of(&second), items_of(&first)] if blocks.runs else [items_of(&first)]
+    return [items_of(&first), items_of(&second)] if blocks.merged else [items_of(&first)]
 
 
 # ---------------------------------------------------------------------------------------- projections and row functions
@@ -1973,7 +1980,7 @@ def projected_forward(Problem problem, bint decode, x, first, projected, concat,
     if decode:
         run_decode(&c, problem, threads)
     else:
-        run_tiled(&c, problem, threads, NULL)
+        run_tiled(&c, problem, threads, None)
     project(concat, second, out, threads)
 
 
@@ -2002,7 +2009,7 @@ def projected_step(Problem problem, bint decode, x, first, projected, concat, we
     if decode:
         run_decode(&c, problem, threads)
     else:
-        run_tiled(&c, problem, threads, NULL)
+        run_tiled(&c, problem, threads, None)
     project(concat, second, out, threads)
 
 

@@ -4,12 +4,12 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 
 cdef extern from "csrc/items.h" nogil:
+    ctypedef struct fmha_item:
+        ptrdiff_t b, h, i0, rows, j0, cols
+
     ctypedef struct fmha_cut:
         ptrdiff_t heads, first, last, rows, row_step, cols, col_step
         int from_end
-
-    ctypedef struct fmha_item:
-        ptrdiff_t b, h, i0, rows, j0, cols
 
     ptrdiff_t fmha_items(const fmha_cut *)
     fmha_item fmha_item_of(const fmha_cut *, ptrdiff_t)
@@ -59,6 +59,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t scratch_size, threads, some
         char *kept
         char *chunks
+        ptrdiff_t whole
         char *shared
         ptrdiff_t first_shared, items_before
         double all_bytes
@@ -112,7 +113,6 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*lower_row)(ptrdiff_t, const void *, const void *, void *) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
-        void (*tiled_run)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*run_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_merge)(void *, ptrdiff_t, int) noexcept nogil
         void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
@@ -191,12 +191,15 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t fmha_waiting_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
     ctypedef struct fmha_blocks:
-        ptrdiff_t rows, fine
+        ptrdiff_t whole, fine, rows
         bint runs, heads_inside
-    ptrdiff_t fmha_runs_left(const fmha_problem *)
+        ptrdiff_t listed, merged
+    ptrdiff_t fmha_runs_left(const fmha_problem *, const fmha_blocks *)
     fmha_blocks fmha_forward_blocks(const fmha_problem *, int threads, bint runs, int *quick)
+    int fmha_list_blocks(const fmha_problem *, fmha_blocks *)
+    void fmha_free_blocks(fmha_blocks *)
     bint fmha_blocks_vary(const fmha_problem *, int threads)
-    fmha_cut fmha_blocks_cut(const fmha_problem *, const fmha_blocks *, bint runs)
+    fmha_cut fmha_blocks_cut(const fmha_problem *, const fmha_blocks *, bint merging)
     bint fmha_by_heads(const fmha_problem *, int threads)
     bint fmha_of_keys(const fmha_array *mask)
     bint fmha_mask_ranges(const fmha_problem *, ptrdiff_t size, const void *removed, int64_t *starts, int64_t *ends)

@@ -5,6 +5,7 @@ Nothing here looks at values of q, k, v or of a mask, at the batch size or at th
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -234,27 +235,30 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
         costs = np.where(read, chunks["keys"].max(initial=0), 0)
         return [_together(problem, costs, threads) if len(chunks) == len(heads) else costs, np.zeros(len(heads))]
-    forward = BY_NAME[name] is TILED and not backward
-    if forward and len(passes) == 2:
-        runs, blocks = passes
-        costs = _pairs_of_runs(problem, runs)
-        merging = _core.RUN_COST * blocks["rows"] * (len(runs) // len(blocks))
-        return [np.where(costs > 0, costs * _costs_of_pairs(problem, runs, threads) + _core.RUN_COST * runs["rows"], 0), merging]
+    if BY_NAME[name] is TILED and not backward:
+        items, *merged = _costs_of_blocks(problem, *passes)
+        return [items if merged or problem.parts else _together(problem, items, threads), *merged]
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
-    work = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
-    if not forward:
-        return work
-    costs = work[0] * _costs_of_pairs(problem, passes[0], threads)
-    return [costs if problem.parts else _together(problem, costs, threads)]
+    return [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
 
 
-def _costs_of_pairs(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
-    """Of a pair in each item of "tiled" forward; those of whole blocks, and so of heads of few rows, have 1."""
-    rows, fine = _core.forward_blocks(problem, threads)
-    costs = np.ones(len(items))
-    costs[len(items) - fine * (_core.tile_sizes()[0] // rows) if fine else 0:] = _core.BLOCK_COSTS[rows]
-    return costs
+def _costs_of_blocks(problem: Problem, items: np.ndarray, merges: np.ndarray | None = None) -> list[np.ndarray]:
+    """Of the items of "tiled" forward, and of those that merge runs, in pairs; with what fewer rows and runs cost beside."""
+    _, H, Hkv, Lq, Lk, _, _ = problem.shape
+    size, rows = _core.tile_sizes()[0], Lq * (H // Hkv) if Hkv else 0
+    of_block = np.minimum(size, rows - items["row"] // size * size)
+    fewer = np.where(items["rows"] > size // 4, _core.BLOCK_COSTS[size // 2], _core.BLOCK_COSTS[size // 4])
+    in_runs = items["keys"] < Lk
+    costs = _pairs_of_items(problem, items) * np.where(items["rows"] == of_block, 1, fewer)
+    costs += _core.RUN_COST * items["rows"] * in_runs
+    if merges is None:
+        return [costs]
+    runs: Counter[tuple[int, int, int]] = Counter()         # of each of the fewest rows
+    for b, h, row, many, _, _ in items[in_runs].tolist():
+        runs.update((b, h, at) for at in range(row, row + many, size // 4))
+    left = np.array([runs[b, h, row] for b, h, row, _, _, _ in merges.tolist()])
+    return [costs, _core.RUN_COST * left * merges["rows"]]
 
 
 def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[float, int]:
@@ -277,15 +281,14 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
     return work / threads / span if work else 1.0, max(map(len, passes))
 
 
-def _pairs_of_runs(problem: Problem, items: np.ndarray) -> np.ndarray:
-    """The pairs of each item, a block of stacked rows on a run of keys."""
+def _pairs_of_items(problem: Problem, items: np.ndarray) -> np.ndarray:
+    """The pairs of each item, stacked rows on some keys."""
     B, H, Hkv, _, _, _, _ = problem.shape
-    low, high = (np.tile(x, (1, H // Hkv)) for x in _key_ranges(problem))
-    costs = np.zeros(len(items), np.int64)
-    for key in np.unique(items["key"]):
-        of = items["key"] == key
-        end = key + items["keys"][of][0]
-        left = np.maximum(0, np.clip(high, key, end) - np.clip(low, key, end))
+    low, high = (np.tile(x, (1, H // Hkv if Hkv else 0)) for x in _key_ranges(problem))
+    costs = np.zeros(len(items), np.float64)
+    for key, keys in set(zip(items["key"].tolist(), items["keys"].tolist(), strict=True)):
+        of = (items["key"] == key) & (items["keys"] == keys)
+        left = np.maximum(0, np.clip(high, key, key + keys) - np.clip(low, key, key + keys))
         before = np.concatenate((np.zeros((B, 1), np.int64), left.cumsum(1)), axis=1)
         b, first, last = items["b"][of], items["row"][of], items["row"][of] + items["rows"][of]
         costs[of] = before[b, last] - before[b, first]

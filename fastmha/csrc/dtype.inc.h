@@ -69,7 +69,6 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .lower_row = FMHA_NAME(lower_row),
     .tiled_forward = FMHA_NAME(tiled_forward),
     .forward_scratch = FMHA_NAME(forward_scratch),
-    .tiled_run = FMHA_NAME(tiled_run),
     .run_scratch = FMHA_NAME(run_scratch),
     .tiled_merge = FMHA_NAME(tiled_merge),
     .tiled_weights = FMHA_NAME(tiled_weights),

@@ -152,7 +152,8 @@ typedef struct fmha_run {
     ptrdiff_t scratch_size;     /* bytes of one thread */
     ptrdiff_t threads, some;    /* at most, each of which takes the next items that are left, so many at a time */
     char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
-    char *chunks;               /* what decode, and tiled by runs, leaves of each of its items, in their order */
+    char *chunks;               /* what decode leaves of each of its items, in their order, and tiled of each run of a block */
+    ptrdiff_t whole;            /* of tiled: the first block that may be cut into runs */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
     ptrdiff_t first_shared;
     /* Of one of the sequences of a packed pass, else 0 and NULL: how many items come before its own, what all read in bytes, and the run of
@@ -212,12 +213,10 @@ typedef struct {
     void (*lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*lower_row)(ptrdiff_t n, const void *x, const void *divisor, void *to);
 
-    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. */
+    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. Items of fewer than all keys are runs,
+     * each of which leaves run_scratch elements, of fmha_run_rows rows, that a second pass merges. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*forward_scratch)(const fmha_problem *p);
-    /* The same in two passes: over runs of the keys of each block, each of which leaves run_scratch elements, of fmha_run_rows rows, and
-     * over blocks. */
-    void (*tiled_run)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*run_scratch)(const fmha_problem *p);
     void (*tiled_merge)(void *context, ptrdiff_t item, int worker);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
@@ -402,27 +401,32 @@ static inline int fmha_of_keys(const fmha_array *mask) { return mask->data && ma
  * the additive mask has it, of so many bytes. Returns whether a boolean mask removes none of them. */
 int fmha_mask_ranges(const fmha_problem *p, ptrdiff_t size, const void *removed, int64_t *starts, int64_t *ends);
 
-/* How a forward pass is cut: into blocks of so many rows, each whole or in runs of its keys; or, if `fine`, of FMHA_BLOCK_ROWS, of which,
- * or of whose runs, so many, the last ones, are cut into such; and whether the longest blocks of all heads come first, which evens out
- * the end, or head after head, whose keys then stay in a cache. The bits are the same. */
+/* How a forward pass is cut: the first blocks of FMHA_BLOCK_ROWS rows, so many, are items with all their keys, the others are with all keys or in
+ * runs of these, the longest first, and so many of those items, the last ones, are cut into pieces of so many rows; and whether the longest
+ * blocks of all heads come first, which evens out the end, or head after head, whose keys then stay in a cache. The bits are the same. Where
+ * not all are whole, the lists have the items of the pass, and of a second one that merges runs. */
 typedef struct {
-    ptrdiff_t rows, fine;
+    ptrdiff_t whole, fine, rows;
     int runs, heads_inside;
+    ptrdiff_t listed, merged;
+    fmha_item *items, *merges;
 } fmha_blocks;
 
-/* The best for so many threads. runs: whether blocks may be cut into runs. quick: whether to look for as long as about a tenth of the pass
- * takes; becomes whether that has left ways out. */
+/* The best for so many threads, without the lists. runs: whether blocks may be cut into runs. quick: whether to look for as long as about a
+ * tenth of the pass takes; becomes whether that has left ways out. */
 fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, int *quick);
 
-/* runs: of the pass over runs of keys; the pass behind it merges them in blocks of the fewer rows, all of them. */
-static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks *blocks, int runs)
+/* Makes the lists, to be freed. Returns 0 where there is no memory for them. */
+int fmha_list_blocks(const fmha_problem *p, fmha_blocks *blocks);
+void fmha_free_blocks(fmha_blocks *blocks);
+
+/* merging: of the pass over the blocks that were cut into runs. */
+static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks *blocks, int merging)
 {
     fmha_cut cut = fmha_forward_cut(p);
-    cut.fine = blocks->runs && !runs ? 0 : blocks->fine;
-    if (!cut.fine) cut.row_step = blocks->rows;
-    cut.pieces = FMHA_BLOCK_ROWS / blocks->rows;
     cut.heads_inside = blocks->heads_inside;
-    if (runs) cut.col_step = FMHA_RUN_KEYS;
+    cut.list = merging ? blocks->merges : blocks->items;
+    cut.listed = merging ? blocks->merged : blocks->listed;
     return cut;
 }
 
@@ -433,16 +437,16 @@ static inline ptrdiff_t fmha_run_rows(const fmha_problem *p)
     return rows < FMHA_BLOCK_ROWS ? (rows + least - 1) / least * least : FMHA_BLOCK_ROWS;
 }
 
-/* How many of these a pass over runs of keys leaves. */
-static inline ptrdiff_t fmha_runs_left(const fmha_problem *p)
+/* How many of these a pass leaves, if some blocks are cut into runs. */
+static inline ptrdiff_t fmha_runs_left(const fmha_problem *p, const fmha_blocks *blocks)
 {
     const fmha_cut cut = fmha_forward_cut(p);
-    return fmha_items(&cut) * fmha_parts(p->Lk, FMHA_RUN_KEYS);
+    return blocks->merged ? (fmha_items(&cut) - blocks->whole) * fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
 }
 
 #define FMHA_FEW_THREADS 4      /* up to which heads come one after the other */
 #define FMHA_EVEN_BLOCKS 32     /* for each thread: one more or less then counts for little */
-#define FMHA_MANY_BLOCKS 8      /* for each thread; what runs of more leave takes memory */
+#define FMHA_MANY_BLOCKS 8      /* for each thread */
 
 /* Whether all blocks have as many rows. */
 static inline int fmha_blocks_alike(const fmha_cut *cut)

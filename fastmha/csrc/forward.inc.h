@@ -718,12 +718,45 @@ static __attribute__((noinline)) int FMHA_NAME(one_key)(const fmha_run *run, ptr
     return 1;
 }
 
-/* Item: one block of rows of one group. */
+/* What the run of keys from key j on has left of an item's rows. */
+static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const fmha_item *item, ptrdiff_t j)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t row = item->i0 % BLOCK_ROWS, block = fmha_place_of(&run->cut, item) - run->whole;
+    const ptrdiff_t place = block * fmha_parts(p->Lk, FMHA_RUN_KEYS) + j / FMHA_RUN_KEYS;
+    FMHA_NAME(softmaxes) of;
+    FMHA_NAME(softmaxes_layout)(p, fmha_run_rows(p), (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(p), &of);
+    return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES)};
+}
+
+/* Rows of a block against one run of keys. */
+static __attribute__((noinline)) void FMHA_NAME(run_of_keys)(const fmha_run *run, const fmha_item *item, int worker)
+{
+    FMHA_NAME(rows) block;
+    FMHA_NAME(forward_memory) m;
+    FMHA_NAME(block_rows)(&run->p, &block, item->b, item->h, item->i0, item->rows);
+    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, item, item->j0);
+    const int meets = FMHA_NAME(meets_run)(&block, item->j0);
+    if (meets || item->j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item->j0, &to);       /* others are left out of the merging */
+    if (!meets && item->j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
+    if (!meets) return;
+    FMHA_NAME(mask_rows)(&run->p, &block, item->j0, item->j0 + item->cols);
+    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
+    FMHA_NAME(begin_item)(&run->p);
+    const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
+    FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item->j0, item->j0 + item->cols, 0);
+}
+
+/* Item: one block of rows of one group, or some of them, with all keys or one run of them. */
 static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
     const fmha_item item = fmha_item_of(&run->cut, index);
     if (item.rows == 0) return;
+    if (item.cols < run->p.Lk) {
+        FMHA_NAME(run_of_keys)(run, &item, worker);
+        return;
+    }
     if (FMHA_NAME(may_be_copied)(run)) {
         FMHA_NAME(begin_item)(&run->p);
         if (FMHA_NAME(one_key)(run, item.b, item.h, item.i0, item.rows)) return;
@@ -735,38 +768,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
 }
 
-/* What the run of keys from key j on has left of an item's rows. */
-static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const fmha_item *item, ptrdiff_t j)
-{
-    const fmha_problem *p = &run->p;
-    const ptrdiff_t blocks = fmha_parts(run->cut.rows, BLOCK_ROWS), runs = fmha_parts(p->Lk, FMHA_RUN_KEYS), row = item->i0 % BLOCK_ROWS;
-    const ptrdiff_t place = ((item->b * p->Hkv + item->h) * blocks + item->i0 / BLOCK_ROWS) * runs + j / FMHA_RUN_KEYS;
-    FMHA_NAME(softmaxes) of;
-    FMHA_NAME(softmaxes_layout)(p, fmha_run_rows(p), (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(p), &of);
-    return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES)};
-}
-
-/* Item: one block of rows against one run of keys. */
-static void FMHA_NAME(tiled_run)(void *context, ptrdiff_t index, int worker)
-{
-    const fmha_run *run = context;
-    FMHA_NAME(rows) block;
-    FMHA_NAME(forward_memory) m;
-    const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
-    if (item.rows == 0) return;
-    const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, &item, item.j0);
-    const int meets = FMHA_NAME(meets_run)(&block, item.j0);
-    if (meets || item.j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item.j0, &to);     /* others are left out of the merging */
-    if (!meets && item.j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
-    if (!meets) return;
-    FMHA_NAME(mask_rows)(&run->p, &block, item.j0, item.j0 + item.cols);
-    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
-    FMHA_NAME(begin_item)(&run->p);
-    const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
-    FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item.j0, item.j0 + item.cols, 0);
-}
-
-/* Item: one block of rows, whose runs of keys become one softmax. */
+/* Item: rows of a block whose runs of keys become one softmax. */
 static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;

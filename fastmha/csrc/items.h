@@ -1,9 +1,15 @@
 /* How a pass is cut into the items that the pool hands out, and what item n is. A pass takes heads, or matrices, and cuts the
- * rows and the columns of each: query rows and keys, or those of a matrix. How finely, may follow the number of threads: no bit does. */
+ * rows and the columns of each, query rows and keys, or those of a matrix, by a step or as a list says. How finely, may follow the number of
+ * threads: no bit does. */
 #ifndef FMHA_ITEMS_H
 #define FMHA_ITEMS_H
 
 #include <stddef.h>
+
+/* Rows i0 .. i0+rows and columns j0 .. j0+cols of head h of batch row b. */
+typedef struct {
+    ptrdiff_t b, h, i0, rows, j0, cols;
+} fmha_item;
 
 typedef struct {
     ptrdiff_t heads;                /* of a batch row */
@@ -12,14 +18,10 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first, which have the most keys with causality */
     int heads_inside;               /* heads change first, else last */
-    ptrdiff_t fine, pieces;         /* so many items, the last ones, are cut once more, into so many pieces of rows */
     ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
+    const fmha_item *list;          /* the items, so many, whatever the steps say; NULL: as these say */
+    ptrdiff_t listed;
 } fmha_cut;
-
-/* Rows i0 .. i0+rows and columns j0 .. j0+cols of head h of batch row b. */
-typedef struct {
-    ptrdiff_t b, h, i0, rows, j0, cols;
-} fmha_item;
 
 /* Into how many parts a length is cut. Most are one: a division of 64 bits costs some CPUs as much as a short row does. */
 static inline ptrdiff_t fmha_parts(ptrdiff_t length, ptrdiff_t step)
@@ -30,8 +32,8 @@ static inline ptrdiff_t fmha_parts(ptrdiff_t length, ptrdiff_t step)
 
 static inline ptrdiff_t fmha_items(const fmha_cut *cut)
 {
-    const ptrdiff_t items = (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
-    return cut->fine ? items + cut->fine * (cut->pieces - 1) : items;
+    if (cut->list) return cut->listed;
+    return (cut->last - cut->first) * fmha_parts(cut->rows, cut->row_step) * fmha_parts(cut->cols, cut->col_step);
 }
 
 /* Columns that go together go askew: each is so many rows behind the one before, whose items its own have not to wait for then. */
@@ -63,13 +65,9 @@ static inline void fmha_askew(ptrdiff_t place, ptrdiff_t rows, ptrdiff_t cols, p
 /* Columns change first, then rows, then heads; or as heads_inside and together say. */
 static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 {
+    if (cut->list) return cut->list[n];
     const ptrdiff_t row_parts = fmha_parts(cut->rows, cut->row_step), col_parts = fmha_parts(cut->cols, cut->col_step);
-    ptrdiff_t piece = -1, row = 0, col = 0;
-    if (cut->fine) {
-        const ptrdiff_t whole = (cut->last - cut->first) * row_parts * col_parts - cut->fine;
-        if (n >= whole) piece = (n - whole) % cut->pieces, n = whole + (n - whole) / cut->pieces;
-    }
-    ptrdiff_t head = n;
+    ptrdiff_t head = n, row = 0, col = 0;
     if (cut->heads_inside) {
         const ptrdiff_t heads = cut->last - cut->first;
         head = n / heads + n % heads * row_parts * col_parts;
@@ -92,12 +90,15 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
     item.cols = cut->cols - item.j0;
     if (cut->row_step && item.rows > cut->row_step) item.rows = cut->row_step;
     if (cut->col_step && item.cols > cut->col_step) item.cols = cut->col_step;
-    if (piece >= 0) {
-        const ptrdiff_t step = cut->row_step / cut->pieces, left = item.rows - piece * step;
-        item.i0 = left > 0 ? item.i0 + piece * step : cut->rows;        /* the last pieces of a short item are none */
-        item.rows = left < 0 ? 0 : left < step ? left : step;
-    }
     return item;
+}
+
+/* Which by the steps is the item of all columns that has the first row of this one. */
+static inline ptrdiff_t fmha_place_of(const fmha_cut *cut, const fmha_item *item)
+{
+    const ptrdiff_t parts = fmha_parts(cut->rows, cut->row_step), part = item->i0 / cut->row_step, row = cut->from_end ? parts - 1 - part : part;
+    const ptrdiff_t head = item->b * cut->heads + item->h - cut->first;
+    return cut->heads_inside ? row * (cut->last - cut->first) + head : head * parts + row;
 }
 
 /* Matrices, one per batch row, in slices of rows and columns. */

@@ -1,9 +1,10 @@
-/* How the work of "tiled" is best cut for so many threads: each way is simulated, and the one that ends first taken.
+/* How the heads of a backward pass of "tiled" are best split for so many threads: each way is simulated, and the one that ends first taken.
  *
- * Backward, how heads are split. Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5:
+ * Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5:
  * scores, dP, dV, dK, and dQ last, which waits for that of the keys before, or is made aside meanwhile and only its addition waits. Items
  * are handed out in order to whoever is free. What a block has to do with some keys is judged by its middle row. */
 #include "fastmha.h"
+#include "makespan.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -31,11 +32,11 @@ typedef struct {
     ptrdiff_t step;                 /* from one batch row's to the next one's, 0 where one stands for all */
     double *of_head;                /* what a head costs by one product: (batch rows), or one */
     double *costs;                  /* (batch rows of the heads that are split, or one; parts; blocks): of one of the products of both */
-    double *busy;                   /* until when each thread is, a heap: the first is free first; one more, which never is */
+    double *busy;                   /* until when each thread is */
     double *turns_q, *turns_k;      /* (heads, blocks) and (heads, parts together): when the sums are free */
     double even, ahead, work;       /* no way takes less; what comes before the items of split heads, and what these cost by one product */
     double least, limit;            /* the time of the best way so far, and what items may take: longer ones are of no interest */
-    double left;                    /* meetings, or items of a forward pass, that may still be simulated; below 0: some were left out */
+    double left;                    /* meetings that may still be simulated; below 0: some were left out */
     fmha_split best;
 } schedule;
 
@@ -58,37 +59,12 @@ static double cost_of_heads(const schedule *s, ptrdiff_t first, ptrdiff_t last)
     return cost;
 }
 
-/* Whoever is free first is busy until then. Which of the two below is less is no branch: it could not be foreseen. */
-static void take(schedule *s, double until)
-{
-    ptrdiff_t at = 0;
-    for (ptrdiff_t below; (below = 2 * at + 1) < s->threads; at = below) {
-        below += s->busy[below + 1] < s->busy[below];
-        if (s->busy[below] >= until) break;
-        s->busy[at] = s->busy[below];
-    }
-    s->busy[at] = until;
-}
-
-static void begin(schedule *s)
-{
-    for (int n = 0; n < s->threads; n++) s->busy[n] = 0;
-    s->busy[s->threads] = INFINITY;
-}
-
-static double end(const schedule *s)
-{
-    double last = 0;
-    for (int n = 0; n < s->threads; n++) last = s->busy[n] > last ? s->busy[n] : last;
-    return last;
-}
-
 static double of_whole_heads(schedule *s, ptrdiff_t heads)
 {
     if (s->step == 0) return PRODUCTS * s->of_head[0] * (double)fmha_parts(heads, s->threads);
-    begin(s);
-    for (ptrdiff_t n = 0; n < heads; n++) take(s, s->busy[0] + PRODUCTS * s->of_head[n / s->p->Hkv]);
-    return end(s);
+    fmha_begin(s->busy, s->threads);
+    for (ptrdiff_t n = 0; n < heads; n++) fmha_take(s->busy, s->threads, s->busy[0] + PRODUCTS * s->of_head[n / s->p->Hkv]);
+    return fmha_end(s->busy, s->threads);
 }
 
 /* What a pair costs in tiles, or parts of these, of so many keys. */
@@ -136,7 +112,7 @@ static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t
     if (now == s->busy[0]) return now;
     if (!ours) now = (now > *turn_k ? now : *turn_k) + FMHA_ADDED_COST * kept * of_tile;
     if (turn_k) *turn_k = now += FMHA_SUMS_COST * of_tile;
-    take(s, now);
+    fmha_take(s->busy, s->threads, now);
     return now;
 }
 
@@ -144,7 +120,7 @@ static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t
 static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
 {
     const ptrdiff_t heads = s->last - s->first, step = share ? share : s->blocks;
-    begin(s);
+    fmha_begin(s->busy, s->threads);
     for (ptrdiff_t e = 0; e < heads * s->blocks; e++) s->turns_q[e] = 0;
     for (ptrdiff_t from = 0; from < s->parts; from += together) {
         const ptrdiff_t to = from + together < s->parts ? from + together : s->parts;
@@ -156,7 +132,7 @@ static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
                     if (share_item(s, n, first, last, part, share ? s->turns_k + n * together + part - from : NULL) >= s->limit) return INFINITY;
                 }
     }
-    return end(s);
+    return fmha_end(s->busy, s->threads);
 }
 
 /* The same where that would take long: even work, the items that are the last ones, and what is waited for. */
@@ -275,97 +251,4 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads, int *quick)
     free(s.spans);
     free(s.busy);
     return s.best;
-}
-
-/* ------------------------------------------------------------------------------------------------------------ forward */
-
-#define LOOKED_AT 8             /* rows of a block, which may be those of several heads */
-#define MOST_ITEMS (1 << 16)    /* that are simulated */
-#define MOST_LEFT (1 << 25)     /* numbers that runs may leave */
-#define QUICK_ITEMS 40          /* for each two products of a tile, of a quick look: it takes about a tenth of the pass that way */
-
-/* What a pair costs in blocks of so many rows. */
-static double cost_of_pair(ptrdiff_t rows)
-{
-    return rows == FMHA_BLOCK_ROWS ? 1 : rows == FMHA_BLOCK_ROWS / 2 ? FMHA_HALF_COST : FMHA_QUARTER_COST;
-}
-
-/* In pairs of a query and a key, of which some rows have the mean; factor: what a pair costs. */
-static double cost_of_block(const fmha_problem *p, const fmha_item *item, double factor, int runs)
-{
-    double keys = 0;
-    for (ptrdiff_t n = 0, rows = p->banded ? LOOKED_AT : 1; n < rows; n++) {
-        ptrdiff_t low, high;
-        fmha_row_keys(p, item->b, (item->i0 + item->rows * (2 * n + 1) / (2 * rows)) % p->Lq, &low, &high);
-        if (low < item->j0) low = item->j0;
-        if (high > item->j0 + item->cols) high = item->j0 + item->cols;
-        if (high > low) keys += (double)(high - low) / (double)rows;
-    }
-    return keys == 0 ? 0 : (double)item->rows * (keys * factor + (runs ? FMHA_RUN_COST * FMHA_RUN_KEYS : 0));
-}
-
-/* When the last thread ends; INFINITY where that is beyond the limit, or takes more items to say than the schedule has left. */
-static double of_blocks(schedule *s, const fmha_blocks *blocks)
-{
-    const fmha_problem *p = s->p;
-    const fmha_cut cut = fmha_blocks_cut(p, blocks, blocks->runs);
-    const fmha_cut merges = fmha_blocks_cut(p, blocks, 0);
-    const ptrdiff_t items = fmha_items(&cut), runs = blocks->runs ? fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
-    const ptrdiff_t large = blocks->fine ? items - blocks->fine * cut.pieces : 0;      /* items, before the others */
-    const ptrdiff_t merged = runs ? fmha_parts(fmha_items(&merges), s->threads) : 0;    /* blocks that the busiest thread merges */
-    const double merging = FMHA_RUN_COST * FMHA_RUN_KEYS * (double)(merged * runs * blocks->rows), factor = cost_of_pair(blocks->rows);
-    ptrdiff_t n = 0;
-    begin(s);
-    if (!p->banded && !p->key_start && !p->key_length && !runs && fmha_blocks_alike(&cut)) {
-        const fmha_item first = fmha_item_of(&cut, 0);
-        s->work = (double)items * cost_of_block(p, &first, factor, 0);
-        if (!blocks->fine) return (double)fmha_parts(items, s->threads) * cost_of_block(p, &first, factor, 0);
-        for (int t = 0; t < s->threads; t++)
-            s->busy[t] = (double)(large / s->threads + (s->threads - t <= large % s->threads)) * cost_of_block(p, &first, 1, 0);
-        n = large;
-    }
-    if (items - n > MOST_ITEMS || (s->left -= (double)(items - n)) < 0) return INFINITY;
-    fmha_item before = {0};
-    s->work = 0;
-    for (double cost = 0; n < items; n++) {
-        const fmha_item item = fmha_item_of(&cut, n);
-        if (n == large || item.b != before.b || item.i0 != before.i0 || item.j0 != before.j0 || item.rows != before.rows)
-            cost = cost_of_block(p, &item, n < large ? 1 : factor, blocks->runs);
-        before = item;
-        if (cost == 0) continue;
-        if (s->busy[0] + cost >= s->limit) return INFINITY;
-        s->work += cost;
-        take(s, s->busy[0] + cost);
-    }
-    return end(s) + merging;
-}
-
-fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, int *quick)
-{
-    const int in_short = *quick;
-    const fmha_cut cut = fmha_forward_cut(p);
-    const ptrdiff_t whole = fmha_items(&cut);
-    const ptrdiff_t parts = fmha_parts(p->Lk, FMHA_RUN_KEYS), left = whole * FMHA_BLOCK_ROWS * (p->Dv + 2);
-    const int few = parts > 1 && whole < FMHA_MANY_BLOCKS * threads && left <= MOST_LEFT / parts;
-    fmha_blocks best = {.rows = FMHA_BLOCK_ROWS, .heads_inside = p->banded && threads > FMHA_FEW_THREADS && whole < FMHA_EVEN_BLOCKS * (ptrdiff_t)threads};
-    *quick = 0;
-    if (whole == 0 || !fmha_blocks_vary(p, threads)) return best;
-    schedule s = {.p = p, .threads = threads, .least = INFINITY, .limit = INFINITY, .left = INFINITY};
-    s.busy = malloc((size_t)(threads + 1) * sizeof *s.busy);
-    for (int way = 0; s.busy && way < (runs && few ? 2 : 1); way++)
-        for (ptrdiff_t rows = FMHA_BLOCK_ROWS; rows >= FMHA_BLOCK_ROWS / 4; rows /= 2) {
-            const ptrdiff_t items = way ? whole * parts : whole, over = items % threads, fine[] = {0, over, over + threads};
-            for (int n = 0; n < (rows == FMHA_BLOCK_ROWS ? 1 : 3) && EVEN * s.least > s.even; n++) {
-                if (fine[n] >= items || (n && fine[n] == 0)) continue;
-                const fmha_blocks blocks = {rows, fine[n], way, best.heads_inside};
-                const double time = of_blocks(&s, &blocks);
-                if (time < s.least) s.limit = s.least = time, best = blocks;
-                if (s.even > 0) continue;
-                s.even = s.work / threads;      /* of the first way: whole blocks */
-                if (in_short) s.left = QUICK_ITEMS * s.even / (FMHA_BLOCK_ROWS * FMHA_TILE_KEYS);
-            }
-        }
-    *quick = !s.busy || s.left < 0;
-    free(s.busy);
-    return best;
 }

@@ -51,12 +51,16 @@ def test_runs_of_keys_agree_with_the_oracle_and_have_the_bits_of_one_item(shape,
             assert same_bits(x, y)
 
 
-CUTS = [(rows, runs, 0) for rows in (16, 32, 64) for runs in (False, True)] + [
-    (16, False, 1), (32, False, 2), (16, False, 3), (16, True, 1), (32, True, 2), (16, True, 5), (32, True, 4)]
+# how many blocks are whole, and whether the others are in runs of keys; rows of pieces, and how many of those become such
+ALL = 1 << 20
+CUTS = [(0, runs, rows, ALL) for rows in (16, 32, 64) for runs in (False, True)] + [
+    (3, False, 16, ALL), (1, False, 32, 1), (5, True, 16, ALL), (2, True, 32, ALL), (0, True, 16, 4), (0, True, 32, 1),
+    (1, True, 16, 3), (2, False, 32, 3), (3, False, 16, 2), (1, True, 64, 0), (2, True, 32, 5), (0, True, 16, 7)]
+WHOLE = (ALL, False, 64, 0)
 
 
 def cut_forward(q, k, v, cut, threads, weights=False, **rules):
-    """Out and lse, or the weights, of blocks of so many rows, in runs of keys or whole, or of the last blocks alone."""
+    """Out and lse, and the weights, of blocks that are cut like that."""
     problem = attention_problem(q, k, v, "BHLD", Rules(**{"offset": 0 if rules.get("is_causal") else None, **rules}))
     B, H, _, Lq, Lk, _, Dv = problem.shape
     real = np.float64 if problem.is_double else np.float32
@@ -86,11 +90,11 @@ def test_blocks_of_any_rows_in_runs_or_whole_have_the_same_bits(dtype, rules, is
 def test_blocks_of_any_rows_have_the_same_bits_with_weights_and_with_nan_and_infinity(dtype, isa, rng):
     q, k, v, _ = draw(rng, 1, 4, 2, 70, 2 * RUN + 5, 8, 6, dtype)
     rules = {"is_causal": True, "offset": RUN}
-    whole = cut_forward(q, k, v, (64, False, 0), 1, weights=True, **rules)
+    whole = cut_forward(q, k, v, WHOLE, 1, weights=True, **rules)
     for cut in CUTS:
         assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, weights=True, **rules)))
     v[0, 0, RUN + 40, 3], k[0, 1, RUN + 60, 0], q[0, 2, 33, 1] = np.inf, np.nan, -np.inf
-    whole = cut_forward(q, k, v, (64, False, 0), 1, **rules)
+    whole = cut_forward(q, k, v, WHOLE, 1, **rules)
     assert np.isnan(whole[0]).any()
     for cut in CUTS:
         assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, **rules)))
@@ -172,16 +176,30 @@ def test_a_plan_knows_that_runs_of_keys_keep_threads_busy():
     assert merged["rows"].sum() == 64
 
 
-@pytest.mark.parametrize(("threads", "heads", "L", "busy"), [(64, 1, 3139, 0.92), (64, 3, 2226, 0.93), (192, 1, 9003, 0.94)])
-def test_runs_that_do_not_come_out_even_are_cut_smaller_at_the_end(threads, heads, L, busy):
-    """Each pair is in one item; runs of whole blocks, or of blocks of 16 rows throughout, leave more of the threads idle."""
+@pytest.mark.parametrize(
+    ("threads", "heads", "L", "causal", "busy"),
+    [(64, 1, 3139, False, 0.92), (64, 1, 3139, True, 0.93), (64, 3, 2226, False, 0.95), (64, 3, 2226, True, 0.95),
+     (8, 2, 1100, False, 0.97), (192, 1, 9003, False, 0.94), (192, 1, 9003, True, 0.94), (64, 2, 2985, False, 0.95),
+     (64, 2, 2985, True, 0.94)],
+)  # fmt: skip
+def test_long_items_come_first_and_each_pair_is_in_one_of_them(threads, heads, L, causal, busy):
+    """Runs of blocks of 64 rows, or blocks of 16 rows throughout, cost more, and whole blocks leave threads idle at the end."""
     x = np.broadcast_to(np.float32(0), (1, heads, L, 64))
-    by_runs, merged = forward_items(x, x, threads)
-    assert set(by_runs["rows"][: threads]) == {64}
-    assert set(by_runs["rows"][-threads:]) <= {0, L % 16, 16, 32}
+    rules = {"is_causal": causal, "offset": 0 if causal else None}
+    items, merged = forward_items(x, x, threads, **rules)
+    work = planning._pairs_of_items(attention_problem(x, x, x, "BHLD", Rules(**rules)), items)
+    assert work[-threads:].max() < work[: len(items) // 2].max()
+    fewer = (items["rows"] < 64) & (items["row"] + items["rows"] < L)
+    assert set(items["rows"][fewer]) <= {16, 32}
+    assert not fewer.any() or not (items["rows"][fewer.argmax() :] == 64).any()
     met = np.zeros((heads, L, -(-L // RUN)), int)
-    for item in by_runs:
-        met[item["head"], item["row"] : item["row"] + item["rows"], item["key"] // RUN] += 1
-    assert (met == 1).all()
-    assert merged["rows"].sum() == heads * L
-    assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled").balance > busy
+    for item in items:
+        runs = slice(item["key"] // RUN, -(-(item["key"] + item["keys"]) // RUN))
+        met[item["head"], item["row"] : item["row"] + item["rows"], runs] += 1
+    ends = np.arange(L) // RUN if causal else np.full(L, (L - 1) // RUN)
+    assert met.max() == 1
+    assert all((met[:, row, : run + 1] == 1).all() for row, run in enumerate(ends))
+    runs = items[items["keys"] < L]
+    assert set(runs["key"] % RUN) == {0}
+    assert merged["rows"].sum() == runs["rows"][runs["key"] == 0].sum()
+    assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled", **rules).balance > busy
