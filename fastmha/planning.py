@@ -224,8 +224,9 @@ def _together(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
     return items if some == 1 else np.add.reduceat(items, np.arange(0, len(items), some))
 
 
-def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> list[np.ndarray]:
-    """Relative costs of the items of each pass of a run, in the order in which they are handed out."""
+def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[list[np.ndarray], float]:
+    """Relative costs of the items of each pass of a run, in the order in which they are handed out; and what all would cost in
+    one item a head."""
     B, H, Hkv, _, _, _, _ = problem.shape
     passes = [np.frombuffer(items, ITEM) for items in _core.items(problem, name, backward, rows, threads)]
     if BY_NAME[name] is DECODE:         # any chunk with keys to read as a whole one; to merge them is next to nothing
@@ -233,14 +234,16 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         low, high = _key_ranges(problem)
         first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
-        costs = np.where(read, chunks["keys"].max(initial=0), 0)
-        return [_together(problem, costs, threads) if len(chunks) == len(heads) else costs, np.zeros(len(heads))]
+        each = np.where(read, chunks["keys"].max(initial=0), 0)
+        return [_together(problem, each, threads) if len(chunks) == len(heads) else each, np.zeros(len(heads))], float(each.sum())
     if BY_NAME[name] is TILED and not backward:
         items, *merged = _costs_of_blocks(problem, *passes)
-        return [items if merged or problem.parts else _together(problem, items, threads), *merged]
+        work = float(_pairs_of_items(problem, passes[0]).sum())         # what smaller blocks and runs cost beside is lost
+        return [items if merged or problem.parts else _together(problem, items, threads), *merged], work
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
-    return [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
+    costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
+    return costs, float(sum(x.sum() for x in costs))
 
 
 def _costs_of_blocks(problem: Problem, items: np.ndarray, merges: np.ndarray | None = None) -> list[np.ndarray]:
@@ -273,11 +276,8 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
             if len(taken) < len(heads) and heads.any():
                 busy = heads.sum() / threads / makespan(taken, threads)
         return busy, max(whole, (B * Hkv - whole) * -(-Lk // keys) * (-(-blocks // share) if share else 1))
-    passes = _passes(problem, name, backward, threads, rows)
+    passes, work = _passes(problem, name, backward, threads, rows)
     span = sum(makespan(p, threads) for p in passes if p.any())
-    work = sum(float(p.sum()) for p in passes)
-    if BY_NAME[name] is TILED:          # what smaller blocks and runs cost beside the pairs is lost
-        work = float(pairs(problem).sum()) * problem.shape[1]
     return work / threads / span if work else 1.0, max(map(len, passes))
 
 

@@ -255,6 +255,16 @@ def test_balance_is_a_share_and_whole_with_one_thread(isa, algorithm, backward):
                 assert 0 < plan(B, H, Hkv, Lq, Lk, num_threads=threads, **keywords).balance <= 1 + 1e-12
 
 
+def test_balance_is_a_share_where_a_mask_removes_the_first_and_last_keys():
+    """Runs of keys that it removes are no items."""
+    q, k = np.zeros((3, 2, 1, 16), np.float32), np.zeros((3, 2, 3521, 16), np.float32)
+    for first, end in ((2242, 3521), (1000, 2000), (0, 800)):
+        mask = np.ones((3, 1, 1, 3521), bool)
+        mask[..., first:end] = False
+        for threads in (1, 2, 4, 5, 8):
+            assert 0 < fastmha.plan(q, k, k, mask=mask, algorithm="tiled", num_threads=threads).balance <= 1 + 1e-12
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", SQUARES, ids=lambda shape: "x".join(map(str, shape)))
