@@ -1,8 +1,8 @@
 /* How the blocks of a forward pass of "tiled" are best cut for so many threads: each way is simulated, and the one that ends first taken.
  *
  * Times are in pairs of a query and a key. The longest items come first: blocks with all their keys, then blocks in runs of their keys, at last
- * some in fewer rows, by which the threads come to an end together. What is cut costs more: it is as much as it must be. What an item has to do
- * is judged by a few of its rows. */
+ * some in fewer rows, by which the threads come to an end together. What is cut costs more, so no more is than must be. What an item has to do is
+ * judged by a few of its rows. */
 #include "fastmha.h"
 #include "makespan.h"
 
@@ -285,12 +285,12 @@ static int begin_schedule(schedule *s, const fmha_problem *p, int threads, int h
     s->blocks = fmha_items(&s->cut);
     s->alike = !p->banded && !p->key_start && !p->key_length && fmha_blocks_alike(&s->cut);
     s->busy = malloc((size_t)(2 * (threads + 1)) * sizeof *s->busy);
+    s->fresh.items = malloc((size_t)(3 * room) * sizeof *s->fresh.items);
+    if (!s->busy || !s->fresh.items) return 0;
     s->ahead = s->busy + threads + 1;
-    priced_item *items = malloc((size_t)(3 * room) * sizeof *items);
-    s->fresh.items = items;
-    s->cut_blocks.items = items + room;
-    s->pieces.items = items + 2 * room;
-    return s->busy && items;
+    s->cut_blocks.items = s->fresh.items + room;
+    s->pieces.items = s->fresh.items + 2 * room;
+    return 1;
 }
 
 static void end_schedule(schedule *s)
@@ -352,8 +352,13 @@ int fmha_list_blocks(const fmha_problem *p, fmha_blocks *blocks)
         blocks->listed = to - blocks->items;
         blocks->merges = to;
         for (const fmha_item *item = blocks->items; item < blocks->merges; item++) {      /* every item of the first run, by fewer rows */
-            for (ptrdiff_t row = 0; item->cols < p->Lk && item->j0 == 0 && row < item->rows; row += LEAST_ROWS)
-                *to++ = (fmha_item){item->b, item->h, item->i0 + row, item->rows - row < LEAST_ROWS ? item->rows - row : LEAST_ROWS, 0, p->Lk};
+            fmha_item rows = *item;
+            rows.cols = p->Lk;
+            for (ptrdiff_t row = 0; item->cols < p->Lk && item->j0 == 0 && row < item->rows; row += LEAST_ROWS) {
+                rows.i0 = item->i0 + row;
+                rows.rows = item->rows - row < LEAST_ROWS ? item->rows - row : LEAST_ROWS;
+                *to++ = rows;
+            }
         }
         blocks->merged = to - blocks->merges;
     } else {
