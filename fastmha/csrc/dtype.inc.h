@@ -126,6 +126,14 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef NEGATIVE_INFINITY
 #undef LANES
 #undef LANE_NUMBERS
+#undef HAVE_SHUFFLES
+#undef BIT
+#undef SHUFFLED_LANE
+#undef TWO_LANES
+#undef FOUR_LANES
+#undef EIGHT_LANES
+#undef ALL_LANES
+#undef SHUFFLED
 #undef WIDES
 #undef WIDE
 #undef w_splat

@@ -228,7 +228,34 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
 #define v_store_n(pointer, value, n) \
     do { if ((n) >= LANES) v_store(pointer, value); else FMHA_NAME(store_part)(pointer, value, n); } while (0)
 
-#if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
+#if (defined(__GNUC__) || defined(__clang__)) && !FMHA_PLAIN
+#define HAVE_SHUFFLES 1
+#else
+#define HAVE_SHUFFLES 0
+#endif
+
+/* Lane l of a shuffle of a and b gets lane OF(l, size, many) of these, which lie one behind the other, `many` lanes each: numbers, or vectors
+ * of such. BIT: what is more in lanes that have the bit `size`. */
+#if HAVE_SHUFFLES && defined(__clang__)
+/* Every lane is a constant here, and so is the size: which of them it is, is known when loops are unrolled. */
+#define BIT(l, size, more) ((l) & (size) ? (more) : 0)
+#define SHUFFLED_LANE(l, OF, size) ((int)(OF(l, size, LANES) & (2 * LANES - 1)))
+#define TWO_LANES(l, OF, size) SHUFFLED_LANE(l, OF, size), SHUFFLED_LANE(l + 1, OF, size)
+#define FOUR_LANES(l, OF, size) TWO_LANES(l, OF, size), TWO_LANES(l + 2, OF, size)
+#define EIGHT_LANES(l, OF, size) FOUR_LANES(l, OF, size), FOUR_LANES(l + 4, OF, size)
+#if FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 16
+#define ALL_LANES(OF, size) EIGHT_LANES(0, OF, size), EIGHT_LANES(8, OF, size)
+#elif FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 8
+#define ALL_LANES(OF, size) EIGHT_LANES(0, OF, size)
+#elif FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 4
+#define ALL_LANES(OF, size) FOUR_LANES(0, OF, size)
+#else
+#define ALL_LANES(OF, size) TWO_LANES(0, OF, size)
+#endif
+#define SHUFFLED(a, b, OF, size) \
+    ((size) == 1 ? __builtin_shufflevector(a, b, ALL_LANES(OF, 1)) : (size) == 2 ? __builtin_shufflevector(a, b, ALL_LANES(OF, 2)) : \
+     (size) == 4 ? __builtin_shufflevector(a, b, ALL_LANES(OF, 4)) : __builtin_shufflevector(a, b, ALL_LANES(OF, 8)))
+#elif HAVE_SHUFFLES
 /* 0, 1, 2, ...: what is made of it by whole vectors is a constant of the compiler's, what is put together lane by lane is not. */
 #if FMHA_VECTOR_BYTES * 8 / FMHA_REAL == 16
 #define LANE_NUMBERS ((IVEC){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
@@ -239,11 +266,17 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
 #else
 #define LANE_NUMBERS ((IVEC){0, 1})
 #endif
+#define BIT(l, size, more) ((((l) & (size)) != 0) & (more))
+#define SHUFFLED(a, b, OF, size) __builtin_shuffle(a, b, OF(LANE_NUMBERS, i_splat(size), i_splat(LANES)))
+#endif
 
+#if HAVE_SHUFFLES
 /* Lane l gets lane l + half, around the end. */
 INLINED VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
 {
-    return __builtin_shuffle(value, (LANE_NUMBERS + i_splat(half)) & i_splat(LANES - 1));
+#define AROUND(l, size, many) (((l) + (size)) & ((many) - 1))
+    return SHUFFLED(value, value, AROUND, half);
+#undef AROUND
 }
 
 static inline REAL FMHA_NAME(sum)(VEC value)
@@ -444,33 +477,35 @@ INLINED void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double s
     }
 }
 
-#if defined(__GNUC__) && !defined(__clang__) && !FMHA_PLAIN
+#if HAVE_SHUFFLES
 /* LANES rows of LANES become their columns: log2(LANES) rounds, each exchanging blocks of `size` lanes between rows. */
 INLINED void FMHA_NAME(transpose)(VEC row[])
 {
+    /* lane l: of a, or where l & size of b, l - size; l + size of a, or l of b */
+#define KEEP(l, size, many) ((l) + BIT(l, size, (many) - (size)))
+#define TAKE(l, size, many) (KEEP(l, size, many) + (size))
 #pragma GCC unroll 8
-    for (ptrdiff_t size = 1; size < LANES; size *= 2) {
-        /* lane l: of a, or where l & size of b, l - size; l + size of a, or l of b */
-        const IVEC second = ((LANE_NUMBERS & i_splat(size)) != 0) & i_splat(LANES - size);
-        const IVEC keep = LANE_NUMBERS + second, take = keep + i_splat(size);
+    for (ptrdiff_t size = 1; size < LANES; size *= 2)
 #pragma GCC unroll 16
         for (ptrdiff_t i = 0; i < LANES; i++)
             if (!(i & size)) {
                 VEC a = row[i], b = row[i + size];
-                row[i] = __builtin_shuffle(a, b, keep);
-                row[i + size] = __builtin_shuffle(a, b, take);
+                row[i] = SHUFFLED(a, b, KEEP, size);
+                row[i + size] = SHUFFLED(a, b, TAKE, size);
             }
-    }
+#undef KEEP
+#undef TAKE
 }
 #define HAVE_TRANSPOSE 1
 
 /* Lanes of a that differ in the bit `size` are added, and those of b, of which the result has the lanes that have the bit. */
 INLINED VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 {
-    const IVEC second = (LANE_NUMBERS & i_splat(size)) != 0;
-    const IVEC keep = LANE_NUMBERS + (second & i_splat(LANES));
-    const IVEC take = LANE_NUMBERS + i_splat(size) + (second & i_splat(LANES - 2 * size));
-    return __builtin_shuffle(a, b, keep) + __builtin_shuffle(a, b, take);
+#define KEEP(l, size, many) ((l) + BIT(l, size, many))
+#define TAKE(l, size, many) ((l) + (size) + BIT(l, size, (many) - (size) - (size)))
+    return SHUFFLED(a, b, KEEP, size) + SHUFFLED(a, b, TAKE, size);
+#undef KEEP
+#undef TAKE
 }
 #else
 #define HAVE_TRANSPOSE 0
