@@ -132,14 +132,14 @@ INLINED void FMHA_NAME(add_values)(const int type, const int many, const int nv,
         }
         value[i] = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
 #pragma GCC unroll 4
-        for (int r = 0; r < many && many <= nv; r++) total[r * nv + i] = total[r * nv + i] + weight[r] * value[i];
+        for (int r = 0; r < many && many <= nv; r++) total[r * nv + i] = v_sum(total[r * nv + i], weight[r], value[i]);
     }
     /* Of more rows than vectors: whichever are fewer stay in registers meanwhile. */
 #pragma GCC unroll 4
     for (int r = 0; r < many && many > nv; r++) {
         weight[0] = v_splat(weights[r * DECODE_KEYS]);
 #pragma GCC unroll 4
-        for (int i = 0; i < nv; i++) total[r * nv + i] = total[r * nv + i] + weight[0] * value[i];
+        for (int i = 0; i < nv; i++) total[r * nv + i] = v_sum(total[r * nv + i], weight[0], value[i]);
     }
 }
 

@@ -183,6 +183,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef v_scale
 #undef v_fma
 #undef v_fms
+#undef v_sum
 #undef EACH
 #undef ABREAST
 #undef X86_OP

@@ -47,7 +47,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
         for (int r = 0; r < mr; r++) {
             VEC scalar = v_splat(a[r * a_row]);
 #pragma GCC unroll 12
-            for (int v = 0; v < nv; v++) sum[r][v] = sum[r][v] + scalar * row[v];
+            for (int v = 0; v < nv; v++) sum[r][v] = v_sum(sum[r][v], scalar, row[v]);
         }
         a += a_step;
         b += ldb * size;

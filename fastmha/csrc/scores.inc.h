@@ -46,7 +46,7 @@ INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abr
         else v_prefetch_far(ahead + d * size + a * ldk); \
     } \
     _Pragma("GCC unroll 16") \
-    for (int e = 0; e < many * abreast; e++) total[e] = total[e] + row[e % abreast] * query[e / abreast];
+    for (int e = 0; e < many * abreast; e++) total[e] = v_sum(total[e], row[e % abreast], query[e / abreast]);
     ptrdiff_t d = 0;
     for (; d + LANES <= D; d += LANES) { SCORED(FMHA_NAME(stored_load)(type, at)) }
     if (d < D) { SCORED(FMHA_NAME(stored_part)(type, at, D - d)) }

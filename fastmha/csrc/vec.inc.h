@@ -155,6 +155,14 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #endif
 #endif
 
+/* sum + a * b, rounded once where there are fused instructions: gcc fuses wherever it sees both, clang only within a block of code, and moves
+ * products out of it. */
+#if defined(__clang__) && defined(v_fma)
+#define v_sum(sum, a, b) v_fma(a, b, sum)
+#else
+#define v_sum(sum, a, b) ((sum) + (a) * (b))
+#endif
+
 /* Whether any lane of a truth is set. */
 #if defined(X86_OP) && FMHA_VECTOR_BYTES == 64 && FMHA_REAL == 32
 #define v_any(truth) (_mm512_movepi32_mask((__m512i)(truth)) != 0)
