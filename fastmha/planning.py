@@ -237,23 +237,24 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         each = np.where(read, chunks["keys"].max(initial=0), 0)
         return [_together(problem, each, threads) if len(chunks) == len(heads) else each, np.zeros(len(heads))], float(each.sum())
     if BY_NAME[name] is TILED and not backward:
-        items, *merged = _costs_of_blocks(problem, *passes)
-        work = float(_pairs_of_items(problem, passes[0]).sum())         # what smaller blocks and runs cost beside is lost
-        return [items if merged or problem.parts else _together(problem, items, threads), *merged], work
+        of = _pairs_of_items(problem, passes[0])
+        items, *merged = _costs_of_blocks(problem, of, *passes)
+        costs = [items if merged or problem.parts else _together(problem, items, threads), *merged]
+        return costs, float(of.sum())           # what smaller blocks and runs cost beside is lost
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
     costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
     return costs, float(sum(x.sum() for x in costs))
 
 
-def _costs_of_blocks(problem: Problem, items: np.ndarray, merges: np.ndarray | None = None) -> list[np.ndarray]:
-    """Of the items of "tiled" forward, and of those that merge runs, in pairs; with what fewer rows and runs cost beside."""
+def _costs_of_blocks(problem: Problem, of: np.ndarray, items: np.ndarray, merges: np.ndarray | None = None) -> list[np.ndarray]:
+    """Of the items of "tiled" forward, of so many pairs, with what fewer rows and runs cost beside; and of those that merge."""
     _, H, Hkv, Lq, Lk, _, _ = problem.shape
     size, rows = _core.tile_sizes()[0], Lq * (H // Hkv) if Hkv else 0
     of_block = np.minimum(size, rows - items["row"] // size * size)
     fewer = np.where(items["rows"] > size // 4, _core.BLOCK_COSTS[size // 2], _core.BLOCK_COSTS[size // 4])
     in_runs = items["keys"] < Lk
-    costs = _pairs_of_items(problem, items) * np.where(items["rows"] == of_block, 1, fewer)
+    costs = of * np.where(items["rows"] == of_block, 1, fewer)
     costs += _core.RUN_COST * items["rows"] * in_runs
     if merges is None:
         return [costs]
