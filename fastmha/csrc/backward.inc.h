@@ -34,13 +34,13 @@ static inline ptrdiff_t FMHA_NAME(kept_product)(const fmha_problem *p)
     return rows <= FEW_QUERIES ? rows * p->Lk : 0;
 }
 
-/* What is kept of so many rows; returns the size in REALs, without memory that is all. */
+/* What is kept of so many rows, in whole blocks; returns the size in REALs, without memory that is all. */
 static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows, REAL *memory, FMHA_NAME(packed) *to)
 {
     ptrdiff_t used = 0;
     to->grad_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
-    to->q = FMHA_NAME(take)(memory, &used, rows * p->D);
-    to->grad_out = FMHA_NAME(take)(memory, &used, rows * p->Dv);
+    to->q = FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS * BLOCK_LD * p->D);
+    to->grad_out = FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS * BLOCK_LD * p->Dv);
     to->shift = FMHA_NAME(take)(memory, &used, rows);
     to->inverse = FMHA_NAME(take)(memory, &used, rows);
     to->delta = FMHA_NAME(take)(memory, &used, rows);
@@ -80,10 +80,10 @@ static ptrdiff_t FMHA_NAME(section_rows)(const fmha_problem *p)
 static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kept_rows, ptrdiff_t sums, REAL *memory, FMHA_NAME(backward_memory) *m)
 {
     ptrdiff_t used = 0, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
-    m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
-    m->grad_scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
-    m->slopes = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_ROWS);
-    m->kept = FMHA_NAME(take)(memory, &used, p->dropout.factor != 0 ? TILE_KEYS * BLOCK_ROWS : 0);
+    m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_LD);
+    m->grad_scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_LD);
+    m->slopes = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_LD);
+    m->kept = FMHA_NAME(take)(memory, &used, p->dropout.factor != 0 ? TILE_KEYS * BLOCK_LD : 0);
     m->grad_k = FMHA_NAME(take)(memory, &used, sums * TILE_KEYS * width);
     m->grad_v = FMHA_NAME(take)(memory, &used, sums * TILE_KEYS * value_width);
     m->grad_q = FMHA_NAME(take)(memory, &used, kept_rows > 0 ? 0 : TILE_KEYS / FMHA_SUM_KEYS * BLOCK_ROWS * width);
@@ -105,7 +105,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
 static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, const FMHA_NAME(packed) *all, ptrdiff_t at)
 {
     return (FMHA_NAME(packed)){
-        .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at * p->D, .grad_out = all->grad_out + at * p->Dv,
+        .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at / BLOCK_ROWS * BLOCK_LD * p->D, .grad_out = all->grad_out + at / BLOCK_ROWS * BLOCK_LD * p->Dv,
         .shift = all->shift + at, .inverse = all->inverse + at, .delta = all->delta + at, .lift = all->lift + at,
         .sum = all->sum + at, .kind = all->kind + at, .products = all->products,
     };
@@ -202,7 +202,7 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
 static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
 {
     const fmha_run *run = w->run;
-    ptrdiff_t queries = block->queries;
+    ptrdiff_t queries = block->queries, ld = block->ld;
     /* Of long rows one sum would round as often as there are keys: sums of FMHA_SUM_KEYS are added, and what that rounds off as well. */
     REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS], total_lost[BLOCK_ROWS] = {0}, delta_lost[BLOCK_ROWS] = {0};
     FMHA_NAME(begin_rows)(&run->p, block, peak, total);
@@ -216,7 +216,7 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
             const REAL *s = w->m.scores + v * LANES, *g = w->m.grad_scores + v * LANES;
             VEC before = v_load(peak + v * LANES), best = before, zero = v_splat(0), gone = v_splat(NEGATIVE_INFINITY);
             for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
-                VEC score = v_load(s + k * queries);
+                VEC score = v_load(s + k * ld);
                 best = v_max(score, best);
             }
             VEC shift = v_select(v_equal(best, gone), zero, best), shrink = FMHA_NAME(exp)(before - shift);
@@ -228,9 +228,9 @@ static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, 
             for (ptrdiff_t k = block->low[v]; k < block->high[v];) {
                 VEC sums[2] = {zero, zero};
                 for (ptrdiff_t end = k + FMHA_SUM_KEYS < block->high[v] ? k + FMHA_SUM_KEYS : block->high[v]; k < end; k++) {
-                    VEC score = v_load(s + k * queries), e = FMHA_NAME(exp)(score - shift);
+                    VEC score = v_load(s + k * ld), e = FMHA_NAME(exp)(score - shift);
                     sums[0] = sums[0] + e;
-                    sums[1] = v_select(v_equal(score, gone), sums[1], sums[1] + e * v_load(g + k * queries));
+                    sums[1] = v_select(v_equal(score, gone), sums[1], sums[1] + e * v_load(g + k * ld));
                 }
                 for (int m = 0; m < 2; m++) {
                     const VEC before = v_load(totals[m]), after = before + sums[m], added = after - before;
@@ -401,7 +401,7 @@ static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
             memset(met, 0, sizeof met);
         }
         for (ptrdiff_t k = 0; k < n; k++) {
-            REAL factor = a[k * block->queries + r];
+            REAL factor = a[k * block->ld + r];
             int kind = FMHA_NAME(kind_of)(factor);
             if (done[k] || met[k] & (kind | FMHA_NAME(undefined)) || FMHA_NAME(pair_removed)(p, block, r, j + k, factor)) continue;
             done[k] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + k * ldc, ask);
@@ -463,16 +463,16 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
 static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *a, const REAL *x, ptrdiff_t ldx,
                                     ptrdiff_t width, int first, REAL factor, REAL *sums)
 {
-    ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
-    if (!banded && first) FMHA_NAME(product_rows_first)(n, width, block->rows, a, queries, x, ldx, sums, width, factor);
-    else if (!banded) FMHA_NAME(product_rows_add)(n, width, block->rows, a, queries, x, ldx, sums, width);
+    ptrdiff_t ld = block->ld, k = 0, count = 0, v0 = 0, v1 = 0;
+    if (!banded && first) FMHA_NAME(product_rows_first)(n, width, block->rows, a, ld, x, ldx, sums, width, factor);
+    else if (!banded) FMHA_NAME(product_rows_add)(n, width, block->rows, a, ld, x, ldx, sums, width);
     else if (first) memset(sums, 0, (size_t)(n * width) * sizeof(REAL));
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
         for (ptrdiff_t v = v0; v < v1; v++)
             for (ptrdiff_t e = k; e < k + count; e++)
-                if (e < block->low[v] || e >= block->high[v]) v_store(a + e * queries + v * LANES, v_splat(0));
+                if (e < block->low[v] || e >= block->high[v]) v_store(a + e * ld + v * LANES, v_splat(0));
         ptrdiff_t depth = (v1 * LANES < block->rows ? v1 * LANES : block->rows) - v0 * LANES;
-        FMHA_NAME(product_rows_add)(count, width, depth, a + k * queries + v0 * LANES, queries, x + v0 * LANES * ldx, ldx,
+        FMHA_NAME(product_rows_add)(count, width, depth, a + k * ld + v0 * LANES, ld, x + v0 * LANES * ldx, ldx,
                                     sums + k * width, width);
     }
 }
@@ -483,23 +483,23 @@ static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, pt
 static int FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *a, const REAL *x,
                                       ptrdiff_t ldx, ptrdiff_t width, ptrdiff_t apart, REAL *sums)
 {
-    const ptrdiff_t queries = block->queries;
+    const ptrdiff_t ld = block->ld;
     int many = 0;
     for (ptrdiff_t from = 0, to; from < n; from = to, sums += apart, many++) {
         to = (j + from) / FMHA_SUM_KEYS * FMHA_SUM_KEYS + FMHA_SUM_KEYS - j;
         if (to > n) to = n;
         int whole = 1;
-        for (ptrdiff_t v = 0; banded && v < queries / LANES; v++) whole &= block->low[v] <= from && block->high[v] >= to;
-        const REAL *own_a = a + from * queries, *own_x = x + from * ldx;
-        if (whole && apart) FMHA_NAME(product_columns_first)(block->rows, width, to - from, own_a, queries, own_x, ldx, sums, width, NULL, 0);
-        else if (whole) FMHA_NAME(product_columns_add)(block->rows, width, to - from, own_a, queries, own_x, ldx, sums, width);
+        for (ptrdiff_t v = 0; banded && v < block->queries / LANES; v++) whole &= block->low[v] <= from && block->high[v] >= to;
+        const REAL *own_a = a + from * ld, *own_x = x + from * ldx;
+        if (whole && apart) FMHA_NAME(product_columns_first)(block->rows, width, to - from, own_a, ld, own_x, ldx, sums, width, NULL, 0);
+        else if (whole) FMHA_NAME(product_columns_add)(block->rows, width, to - from, own_a, ld, own_x, ldx, sums, width);
         else if (apart) memset(sums, 0, (size_t)(block->rows * width) * sizeof(REAL));
         for (ptrdiff_t q = 0; !whole && q < block->rows; q += LANES) {
             const ptrdiff_t own = block->rows - q < LANES ? block->rows - q : LANES;
             const ptrdiff_t low = block->low[q / LANES] > from ? block->low[q / LANES] : from;
             const ptrdiff_t high = block->high[q / LANES] < to ? block->high[q / LANES] : to;
             if (high > low)
-                FMHA_NAME(product_columns_add)(own, width, high - low, a + low * queries + q, queries, x + low * ldx, ldx, sums + q * width, width);
+                FMHA_NAME(product_columns_add)(own, width, high - low, a + low * ld + q, ld, x + low * ldx, ldx, sums + q * width, width);
         }
     }
     return many;
@@ -509,15 +509,15 @@ static int FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, 
 static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                      int banded, int masked, ptrdiff_t n, const REAL *slope)
 {
-    ptrdiff_t queries = block->queries;
+    ptrdiff_t queries = block->queries, ld = block->ld;
     REAL *s = w->m.scores, *g = w->m.grad_scores;
     int far = ((int)*packed->kind & FMHA_NAME(far_block)) != 0;
     for (ptrdiff_t q = 0, vectors; q < queries; q += vectors * LANES) {
         vectors = !banded && (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
-        ptrdiff_t low = banded ? block->low[q / LANES] : 0, keys = banded ? block->high[q / LANES] - low : n, at = low * queries + q;
+        ptrdiff_t low = banded ? block->low[q / LANES] : 0, keys = banded ? block->high[q / LANES] - low : n, at = low * ld + q;
         const REAL *slope_at = slope ? slope + at : NULL;
 #define GRADIENT(many, masks, distant) \
-    FMHA_NAME(gradient_columns)(many, masks, distant, keys, queries, s + at, g + at, masks ? slope_at : NULL, packed, q)
+    FMHA_NAME(gradient_columns)(many, masks, distant, keys, ld, s + at, g + at, masks ? slope_at : NULL, packed, q)
         if (vectors == MICRO_VECTORS && !masked && !far) GRADIENT(MICRO_VECTORS, 0, 0);
         else if (vectors == MICRO_VECTORS && !far) GRADIENT(MICRO_VECTORS, 1, 0);
         else if (vectors == MICRO_VECTORS) GRADIENT(MICRO_VECTORS, 1, 1);
@@ -582,7 +582,8 @@ static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(row
     least += (REAL)EXP_ZERO;
     if (!(least > most)) return;
     const FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, *low, n);
-    const REAL q = FMHA_NAME(power)(1, p->D * block->queries, packed->q, 0), g = FMHA_NAME(power)(1, p->Dv * block->queries, packed->grad_out, 0);
+    const REAL q = FMHA_NAME(power)(p->D, block->queries, packed->q, block->ld);
+    const REAL g = FMHA_NAME(power)(p->Dv, block->queries, packed->grad_out, block->ld);
     const REAL *k = tile.k + (n - behind) * tile.ldk, *v = tile.v + (n - behind) * tile.ldv;
     const REAL of_keys = FMHA_NAME(power)(ahead, p->D, tile.k, tile.ldk) + FMHA_NAME(power)(behind, p->D, k, tile.ldk);
     const REAL of_values = FMHA_NAME(power)(ahead, p->Dv, tile.v, tile.ldv) + FMHA_NAME(power)(behind, p->Dv, v, tile.ldv);
@@ -606,7 +607,7 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
-    ptrdiff_t queries = block->queries, width = block->width, value_width = block->value_width, ld;
+    ptrdiff_t lds = block->ld, width = block->width, value_width = block->value_width, ld;
     REAL *s = w->m.scores, *g = w->m.grad_scores;
     int masked, touched = FMHA_NAME(touched)(block, j, n), banded = FMHA_NAME(backward_scores)(w, block, packed, j, n, 0, &masked);
     if (banded < 0 && first) {
@@ -618,9 +619,9 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     FMHA_NAME(fetch_part)(w->next, 4);
     FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, n, p->softcap != 0 ? w->m.slopes : NULL);
     FMHA_NAME(fetch_part)(w->next, 3);
-    for (ptrdiff_t q = 0; p->dropout.factor != 0 && q < queries; q += LANES)
+    for (ptrdiff_t q = 0; p->dropout.factor != 0 && q < block->queries; q += LANES)
         for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)
-            v_store(s + k * queries + q, v_load(s + k * queries + q) * v_load(w->m.kept + k * queries + q));
+            v_store(s + k * lds + q, v_load(s + k * lds + q) * v_load(w->m.kept + k * lds + q));
     /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
     int finite = !((int)*packed->kind & FMHA_NAME(nonfinite_grad_out)) || !touched;
     const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, n, p->Dv, finite, w->m.copy_grad_out, &ld);

@@ -18,6 +18,8 @@ static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
 
 #define BLOCK_VECTORS (BLOCK_ROWS / LANES)
 #define KEY_STEP 2          /* even and odd keys have sums of their own: what is left out before a row's keys is a multiple of it */
+#define LINE (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL))
+#define BLOCK_LD (BLOCK_ROWS + PADDED_BLOCKS * LINE)    /* the most that `ld` of a block is */
 #define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
 /* What a later item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out; forward, the out that it
@@ -31,9 +33,9 @@ typedef struct {
     FMHA_NAME(part) part[5];
 } FMHA_NAME(next);
 
-/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors. */
+/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors, ld how far apart rows of so many lie there. */
 typedef struct {
-    ptrdiff_t b, hkv, rows, queries, width, value_width;    /* widths in whole vectors */
+    ptrdiff_t b, hkv, rows, queries, ld, width, value_width;    /* widths in whole vectors */
     ptrdiff_t j0, j1;                   /* keys that any row attends, */
     ptrdiff_t met0, met1;               /* and those that masks aside it would */
     int boolean, additive;              /* whether masks say more than the keys of each row below */
@@ -134,6 +136,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->values = NULL;
     block->next = NULL;
     block->queries = ROUND_UP(rows, LANES);
+    block->ld = block->queries + (PADDED_BLOCKS && block->queries % (2 * LINE) == 0 ? LINE : 0);
     block->width = ROUND_UP(p->D, LANES);
     block->value_width = ROUND_UP(p->Dv, LANES);
     for (ptrdiff_t r = 0; r < rows; r++) {
@@ -239,7 +242,7 @@ INLINED void FMHA_NAME(pack_square)(const int sized, const int type, const int w
 INLINED REAL FMHA_NAME(transposed)(const int sized, const int type, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width,
                                    REAL factor, REAL *packed)
 {
-    const ptrdiff_t queries = block->queries, size = FMHA_NAME(stored_size)(type);
+    const ptrdiff_t queries = block->queries, ld = block->ld, size = FMHA_NAME(stored_size)(type);
     VEC squares[4] = {v_splat(0), v_splat(0), v_splat(0), v_splat(0)};     /* none waits for the one before */
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         const char *row[LANES];
@@ -251,16 +254,16 @@ INLINED REAL FMHA_NAME(transposed)(const int sized, const int type, const FMHA_N
 #if HAVE_TRANSPOSE
 #define PACK_SQUARE(whole) \
     FMHA_NAME(pack_square)(sized, type, whole, rows, width - d, row, d * size, LANES * x->stride[2] * size, factor, squares, \
-                           packed + d * queries + q, queries)
+                           packed + d * ld + q, ld)
         for (; rows == LANES && d + LANES <= width; d += LANES) PACK_SQUARE(1);
         for (; d < width; d += LANES) PACK_SQUARE(0);
 #undef PACK_SQUARE
 #else
         for (ptrdiff_t left = d; left < width; left++)
             for (ptrdiff_t l = 0; l < LANES; l++)
-                packed[left * queries + q + l] = l < rows ? factor * FMHA_NAME(stored_value)(type, row[l] + left * size) : 0;
+                packed[left * ld + q + l] = l < rows ? factor * FMHA_NAME(stored_value)(type, row[l] + left * size) : 0;
         for (ptrdiff_t left = d; sized && left < width; left++) {
-            VEC part = v_load(packed + left * queries + q);
+            VEC part = v_load(packed + left * ld + q);
             squares[left % 4] = squares[left % 4] + part * part;
         }
 #endif
@@ -322,7 +325,7 @@ static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) 
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     const int few = block->few.scratch != NULL;
-    const ptrdiff_t of_row = few ? ROUND_UP(p->D, LANES) : 1, of_item = few ? 1 : block->queries;
+    const ptrdiff_t of_row = few ? ROUND_UP(p->D, LANES) : 1, of_item = few ? 1 : block->ld;
     const REAL squares = few ? FMHA_NAME(few_rows_of)(p, block, &p->q, p->D, factor, packed) : TRANSPOSED(1, &p->q, p->D, factor);
     int some = !(squares < HUGE_POWER);
     if (!some && rest == 1) return 0;
@@ -648,8 +651,8 @@ static void FMHA_NAME(mask_boolean)(const fmha_array *mask, const FMHA_NAME(rows
             any |= lanes[l] = (INT)FMHA_NAME(bits_of)(FMHA_NAME(mask_row_at)(mask, block, v * LANES + l, j + k, 1), step, n, k - low);
         if (!any) continue;
         IVEC bits = i_load(lanes);
-        REAL *to = s + k * block->queries + v * LANES;
-        for (ptrdiff_t e = 0; e < n; e++, to += block->queries)
+        REAL *to = s + k * block->ld + v * LANES;
+        for (ptrdiff_t e = 0; e < n; e++, to += block->ld)
             v_store(to, v_select(v_truth((bits & i_splat((INT)((uint32_t)1 << e))) != 0), gone, v_load(to)));
     }
 }
@@ -658,7 +661,7 @@ static void FMHA_NAME(mask_boolean)(const fmha_array *mask, const FMHA_NAME(rows
 INLINED void FMHA_NAME(mask_additive)(const int type, const fmha_array *mask, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j,
                                       ptrdiff_t low, ptrdiff_t high, REAL *s)
 {
-    ptrdiff_t queries = block->queries, step = mask->stride[3], size = FMHA_NAME(stored_size)(type), q = v * LANES, k = low;
+    ptrdiff_t ld = block->ld, step = mask->stride[3], size = FMHA_NAME(stored_size)(type), q = v * LANES, k = low;
     ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES;
     const char *row[LANES];
     for (ptrdiff_t l = 0; l < rows; l++) row[l] = FMHA_NAME(mask_row_at)(mask, block, q + l, j, size);
@@ -671,14 +674,14 @@ INLINED void FMHA_NAME(mask_additive)(const int type, const fmha_array *mask, co
         FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
         for (ptrdiff_t l = 0; l < LANES; l++) {
-            REAL *to = s + (k + l) * queries + q;
+            REAL *to = s + (k + l) * ld + q;
             v_store(to, v_select(v_equal(part[l], gone), gone, v_load(to) + part[l]));
         }
     }
 #endif
     for (ptrdiff_t l = 0; l < rows; l++)
         for (ptrdiff_t e = k; e < high; e++) {
-            REAL *to = s + e * queries + q + l, add = FMHA_NAME(stored_value)(type, row[l] + e * step * size);
+            REAL *to = s + e * ld + q + l, add = FMHA_NAME(stored_value)(type, row[l] + e * step * size);
             *to = add == NEGATIVE_INFINITY ? add : *to + add;
         }
 }
@@ -687,7 +690,7 @@ INLINED void FMHA_NAME(mask_additive)(const int type, const fmha_array *mask, co
 static void FMHA_NAME(alibi_columns)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t v, ptrdiff_t j, ptrdiff_t low,
                                      ptrdiff_t high, REAL *s)
 {
-    ptrdiff_t queries = block->queries, q = v * LANES, rows = block->rows - q < LANES ? block->rows - q : LANES;
+    ptrdiff_t ld = block->ld, q = v * LANES, rows = block->rows - q < LANES ? block->rows - q : LANES;
     REAL ahead[LANES], slope[LANES];
     int64_t place[LANES];
     int exact = j + high < EXACT_DISTANCE;
@@ -699,25 +702,25 @@ static void FMHA_NAME(alibi_columns)(const fmha_problem *p, const FMHA_NAME(rows
     }
     VEC from = v_load(ahead), slopes = v_load(slope);
     for (ptrdiff_t k = low; exact && k < high; k++) {
-        REAL *to = s + k * queries + q;
+        REAL *to = s + k * ld + q;
         v_store(to, v_load(to) - v_abs(from - v_splat((REAL)k)) * slopes);
     }
     for (ptrdiff_t k = low; !exact && k < high; k++)
-        for (ptrdiff_t l = 0; l < rows; l++) s[k * queries + q + l] += FMHA_NAME(alibi_term)(slope[l], place[l], j + k);
+        for (ptrdiff_t l = 0; l < rows; l++) s[k * ld + q + l] += FMHA_NAME(alibi_term)(slope[l], place[l], j + k);
 }
 
 /* scores^T (keys, queries), of each vector of rows the keys of its span: softcap, alibi, additive mask, then -inf where a pair is
  * removed. slope, if given, gets the derivative of the softcap. */
 static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t j, REAL *s, REAL *slope)
 {
-    ptrdiff_t queries = block->queries;
+    ptrdiff_t queries = block->queries, ld = block->ld;
     const ptrdiff_t *add_stride = p->additive_mask.stride, *remove_stride = p->bool_mask.stride;
     VEC gone = v_splat(NEGATIVE_INFINITY);
     for (ptrdiff_t v = 0; v < queries / LANES; v++) {
         ptrdiff_t low = block->low[v], high = block->high[v];
         REAL *column = s + v * LANES;
-        REAL *slopes = slope ? slope + low * queries + v * LANES : NULL;
-        if (p->softcap != 0) FMHA_NAME(cap_columns)(high - low, queries, column + low * queries, p->softcap, slopes);
+        REAL *slopes = slope ? slope + low * ld + v * LANES : NULL;
+        if (p->softcap != 0) FMHA_NAME(cap_columns)(high - low, ld, column + low * ld, p->softcap, slopes);
         if (p->alibi) FMHA_NAME(alibi_columns)(p, block, v, j, low, high, s);
         if (block->additive && (add_stride[1] || add_stride[2])) {
             switch (p->mask_element) {
@@ -735,7 +738,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                 row[k] = FMHA_NAME(stored_value)(p->mask_element, from + k * add_stride[3] * size);
             for (ptrdiff_t k = low; k < high; k++) {
                 VEC add = v_splat(m[k * step]);
-                v_store(column + k * queries, v_select(v_equal(add, gone), gone, v_load(column + k * queries) + add));
+                v_store(column + k * ld, v_select(v_equal(add, gone), gone, v_load(column + k * ld) + add));
             }
         }
         if (block->boolean && (remove_stride[1] || remove_stride[2])) {
@@ -743,7 +746,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
         } else if (block->boolean) {
             const char *m = FMHA_NAME(mask_row_at)(&p->bool_mask, block, 0, j, 1);
             for (ptrdiff_t k = low; k < high; k++)
-                if (m[k * remove_stride[3]]) v_store(column + k * queries, gone);
+                if (m[k * remove_stride[3]]) v_store(column + k * ld, gone);
         }
         ptrdiff_t inner = block->all0[v] - j, outer = block->all1[v] - j;     /* rows differ before inner and from outer on */
         if (inner <= low && outer >= high) continue;
@@ -759,7 +762,7 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
                 k = outer - 1;
                 continue;
             }
-            v_store(column + k * queries, v_select(i_within(first, i_splat(k), last), v_load(column + k * queries), gone));
+            v_store(column + k * ld, v_select(i_within(first, i_splat(k), last), v_load(column + k * ld), gone));
         }
     }
 }
@@ -768,9 +771,9 @@ static void FMHA_NAME(mask_tile)(const fmha_problem *p, FMHA_NAME(rows) *block, 
 static void FMHA_NAME(drop_tile)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, REAL *x, REAL *kept)
 {
     const fmha_dropout *draws = &p->dropout;
-    ptrdiff_t queries = block->queries;
+    ptrdiff_t ld = block->ld;
     j += draws->j;
-    for (ptrdiff_t q = 0; q < queries; q += LANES) {
+    for (ptrdiff_t q = 0; q < block->queries; q += LANES) {
         ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
         uint64_t query[PARTS][WIDES], head[PARTS][WIDES];
         for (ptrdiff_t l = 0; l < LANES; l++) {
@@ -792,8 +795,8 @@ static void FMHA_NAME(drop_tile)(const fmha_problem *p, const FMHA_NAME(rows) *b
                 ptrdiff_t k = 4 * quad + w - j;
                 if (k < low || k >= high) continue;
                 VEC factor = FMHA_NAME(drop_factor)(draws, word[w]);
-                v_store(x + k * queries + q, v_load(x + k * queries + q) * factor);
-                if (kept) v_store(kept + k * queries + q, factor);
+                v_store(x + k * ld + q, v_load(x + k * ld + q) * factor);
+                if (kept) v_store(kept + k * ld + q, factor);
             }
         }
     }
@@ -811,15 +814,15 @@ static inline int FMHA_NAME(values_far)(const fmha_problem *p)
 static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
                                       const REAL *packed, REAL *s, const char *beside, ptrdiff_t ld_beside)
 {
-    ptrdiff_t queries = block->queries, k = 0, count = 0, v0 = 0, v1 = 0;
+    ptrdiff_t queries = block->queries, ld = block->ld, k = 0, count = 0, v0 = 0, v1 = 0;
     if (block->few.scratch) {
-        FMHA_NAME(few_scores)(block->rows, queries, n, depth, x, ldx, packed, &block->few, s);
+        FMHA_NAME(few_scores)(block->rows, queries, ld, n, depth, x, ldx, packed, &block->few, s);
         return;
     }
-    if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, queries, s, queries, beside, ld_beside);
+    if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
-        FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, queries,
-                                s + k * queries + v0 * LANES, queries, beside ? beside + k * ld_beside : NULL, ld_beside);
+        FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, ld,
+                                s + k * ld + v0 * LANES, ld, beside ? beside + k * ld_beside : NULL, ld_beside);
 }
 
 /* The pool lets subnormal operands count as 0; but a float32 that is converted to float64 as it is loaded counts. */
@@ -846,7 +849,7 @@ static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME
     for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
         VEC factor = v_load(lift + v * LANES);
         for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
-            REAL *at = s + k * block->queries + v * LANES;
+            REAL *at = s + k * block->ld + v * LANES;
             v_store(at, v_load(at) * factor);
         }
     }
@@ -879,7 +882,7 @@ static void FMHA_NAME(tile_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
             memset(met, 0, sizeof met);
         }
         for (ptrdiff_t r = 0; r < block->rows; r++) {
-            REAL factor = a[k * block->queries + r];
+            REAL factor = a[k * block->ld + r];
             int kind = FMHA_NAME(kind_of)(factor);
             if (done[r] || met[r] & (kind | FMHA_NAME(undefined)) || FMHA_NAME(pair_removed)(p, block, r, j + k, factor)) continue;
             done[r] = (unsigned char)FMHA_NAME(add_nonfinite_row)(width, factor, row, c + r * ldc, ask);

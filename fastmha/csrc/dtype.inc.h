@@ -147,6 +147,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef KEY_STEP
 #undef MASK_KEYS
 #undef GRANULE
+#undef LINE
+#undef BLOCK_LD
 #undef MICRO_ROWS
 #undef MICRO_AT
 #undef MICRO

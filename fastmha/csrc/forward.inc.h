@@ -35,8 +35,8 @@ static ptrdiff_t FMHA_NAME(run_scratch)(const fmha_problem *p)
 static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys, REAL *memory, FMHA_NAME(forward_memory) *m)
 {
     ptrdiff_t used = 0, value_width = ROUND_UP(p->Dv, LANES);
-    m->packed = FMHA_NAME(take)(memory, &used, p->D * BLOCK_ROWS);
-    m->scores = FMHA_NAME(take)(memory, &used, keys * BLOCK_ROWS);
+    m->packed = FMHA_NAME(take)(memory, &used, p->D * BLOCK_LD);
+    m->scores = FMHA_NAME(take)(memory, &used, keys * BLOCK_LD);
     m->out = FMHA_NAME(take)(memory, &used, value_width * BLOCK_ROWS);
     m->peak = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
@@ -142,20 +142,20 @@ INLINED void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_
 static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *s, REAL *peak,
                                                                REAL *total, REAL *scale)
 {
-    ptrdiff_t queries = block->queries;
+    ptrdiff_t queries = block->queries, ld = block->ld;
     for (ptrdiff_t q = 0; banded && q < queries; q += LANES) {
         ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
         if (low < high)
-            FMHA_NAME(softmax_columns)(1, high - low, queries, s + low * queries + q, peak + q, total + q, scale + q);
+            FMHA_NAME(softmax_columns)(1, high - low, ld, s + low * ld + q, peak + q, total + q, scale + q);
     }
     if (banded) return;
     for (ptrdiff_t q = 0; q < queries; q += MICRO_VECTORS * LANES) {
         ptrdiff_t vectors = (queries - q) / LANES;
         if (vectors >= MICRO_VECTORS)
-            FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, queries, s + q, peak + q, total + q, scale + q);
+            FMHA_NAME(softmax_columns)(MICRO_VECTORS, n, ld, s + q, peak + q, total + q, scale + q);
         else
             for (ptrdiff_t v = 0; v < vectors; v++)
-                FMHA_NAME(softmax_columns)(1, n, queries, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
+                FMHA_NAME(softmax_columns)(1, n, ld, s + q + v * LANES, peak + q + v * LANES, total + q + v * LANES,
                                            scale + q + v * LANES);
     }
 }
@@ -266,7 +266,7 @@ static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, 
         rows = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, from, many, p->Dv, converted, &ld);
         v += FMHA_NAME(power)(many, p->Dv, rows, ld);
     }
-    const REAL scores = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, packed, 0), k, v);
+    const REAL scores = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(p->D, block->queries, packed, block->ld), k, v);
     if (scores == (REAL)INFINITY) return;
     if (scores > block->drowned) block->drowned = scores;
     *j += ahead;
@@ -289,7 +289,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
                                    const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
     const fmha_problem *p = &run->p;
-    ptrdiff_t queries = block->queries, value_width = block->value_width, ld, ldv;
+    ptrdiff_t lds = block->ld, value_width = block->value_width, ld, ldv;
     REAL *packed = m->packed, *s = m->scores, *out = to->out, *peak = to->peak, *total = to->total, *shrink = m->shrink;
     REAL *copy = m->copy, *converted = m->converted;
     int partly = 0, none = 1;      /* none: no sums of out yet */
@@ -323,7 +323,8 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         FMHA_NAME(fetch_part)(block->next, 3);
         if (purpose & FMHA_NAME(reduced)) {
             REAL factor = FMHA_NAME(reduction)(p);
-            for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * factor);
+            for (ptrdiff_t k = 0; k < n; k++)
+                for (ptrdiff_t q = k * lds; q < k * lds + block->queries; q += LANES) v_store(s + q, v_load(s + q) * factor);
         }
         if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, s, NULL);
         /* out (queries, Dv) <- shrink * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
@@ -335,7 +336,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         } else {
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(crowded)(ld, p->Dv, block->rows), copy, &ldv);
         }
-        const int more = far && start + TILE_KEYS < block->j1;
+        const int more = KEYS_BESIDE && far && start + TILE_KEYS < block->j1;
         REAL inverse[BLOCK_ROWS];
         if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {
             block->written = 1;
@@ -344,16 +345,16 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
             const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;
             const ptrdiff_t own = banded && block->rows - q > LANES ? LANES : block->rows - q;
-            const REAL *a = s + low * queries + q, *b = rows + low * ldv;
+            const REAL *a = s + low * lds + q, *b = rows + low * ldv;
             const char *beside = more && many == n ? FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS) : NULL;
             REAL *c = out + q * value_width;
             if (block->written) {
                 REAL *result = (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, block->b, block->head[q], block->query[q]);
-                FMHA_NAME(product_columns_results)(own, many, a, queries, b, ldv, result, run->out.stride[2], inverse + q, &block->results);
+                FMHA_NAME(product_columns_results)(own, many, a, lds, b, ldv, result, run->out.stride[2], inverse + q, &block->results);
                 continue;
             }
-            if (many && none) FMHA_NAME(product_columns_first)(own, value_width, many, a, queries, b, ldv, c, value_width, beside, of_key);
-            else if (many) FMHA_NAME(product_columns)(own, value_width, many, a, queries, b, ldv, c, value_width, shrink + q, beside, of_key);
+            if (many && none) FMHA_NAME(product_columns_first)(own, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
+            else if (many) FMHA_NAME(product_columns)(own, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
             else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
         }
         none = 0;
@@ -582,7 +583,7 @@ static int FMHA_NAME(hopeful_block)(const fmha_run *run, FMHA_NAME(rows) *block,
         v += FMHA_NAME(power)(n, p->Dv, rows, ld);
     }
     if (runs && block->lifted) block->drowned = (REAL)INFINITY;
-    else if (runs) block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(1, p->D * block->queries, m->packed, 0), k, v);
+    else if (runs) block->drowned = FMHA_NAME(drowned_scores)(most, FMHA_NAME(power)(p->D, block->queries, m->packed, block->ld), k, v);
     if (FMHA_NAME(is_drowned)(&before, block->drowned, m->peak)) return partly;
     *block = before;
     return -1;
@@ -633,7 +634,7 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
             FMHA_NAME(rows) one = *block;
             without.p.D = 0;        /* the scores do not count: they may be 0 */
             one.rows = 1;
-            one.queries = LANES;
+            one.queries = one.ld = LANES;
             one.next = NULL;
             one.head[0] = block->head[r];
             one.query[0] = block->query[r];
@@ -826,7 +827,7 @@ static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) 
         for (; some == LANES && k + LANES <= n; k += LANES) {
             VEC part[LANES];
 #pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(s + (k + l) * block->queries + q);
+            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = v_load(s + (k + l) * block->ld + q);
             FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) v_store(row[l] + k, part[l]);
@@ -834,7 +835,7 @@ static void FMHA_NAME(write_weights)(const fmha_run *run, const FMHA_NAME(rows) 
 #endif
         for (; k < n; k++)
             for (ptrdiff_t l = 0; l < rows; l++)
-                if (row[l]) row[l][k] = s[k * block->queries + q + l];
+                if (row[l]) row[l][k] = s[k * block->ld + q + l];
     }
 }
 
@@ -844,7 +845,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     const fmha_problem *p = &run->p;
     FMHA_NAME(begin_item)(p);
     FMHA_NAME(mask_rows)(p, block, 0, p->Lk);
-    ptrdiff_t queries = block->queries, value_width = block->value_width, ldk, ldv, ld;
+    ptrdiff_t queries = block->queries, lds = block->ld, value_width = block->value_width, ldk, ldv, ld;
     ptrdiff_t j0 = block->j0, n = block->j1 - block->j0;
     FMHA_NAME(forward_memory) m;
     FMHA_NAME(weights_layout)(p, scratch, &m);
@@ -861,15 +862,15 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
         }
         if (FMHA_NAME(values_far)(p)) block->values = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j0 + j);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(tile_scores)(p, block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * queries);
-        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j0 + j, s + j * queries, NULL);
+        FMHA_NAME(tile_scores)(p, block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * lds);
+        if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j0 + j, s + j * lds, NULL);
     }
     FMHA_NAME(softmax_block)(block, 0, n, s, peak, total, m.shrink);
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0);
         for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN */
-            VEC e = v_load(s + k * queries + q);
-            v_store(s + k * queries + q, v_select(v_equal(e, zero), zero, e * inverse));
+            VEC e = v_load(s + k * lds + q);
+            v_store(s + k * lds + q, v_select(v_equal(e, zero), zero, e * inverse));
         }
         block->low[q / LANES] = 0;
         block->high[q / LANES] = n;
@@ -881,7 +882,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv, block->rows), m.copy, &ld);
-        FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, queries, rows, ld, out, value_width);
+        FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, lds, rows, ld, out, value_width);
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;
     }

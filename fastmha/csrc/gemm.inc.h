@@ -7,7 +7,6 @@
 #define GEMM_WIDE (ROUND_UP(GEMM_COLUMNS, PANEL))
 #define GEMM_SERVED (GEMM_SERVES * PANEL)
 #define PANEL (MICRO_VECTORS * LANES)
-#define LINE (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL))
 _Static_assert(FMHA_PANEL_COLUMNS % PANEL == 0, "slices of a packed product start with a panel");
 
 /* Scratch of a product (M, N) over K: panels of b (depth, columns), a block of a with rows a cache line longer than depth, sums

@@ -22,7 +22,7 @@ static void FMHA_NAME(add_to_mask)(const FMHA_NAME(rows) *block, const REAL *g, 
     for (ptrdiff_t r = 0; r < block->rows; r += LANES) {
         ptrdiff_t rows = block->rows - r < LANES ? block->rows - r : LANES;
         for (ptrdiff_t k = block->low[r / LANES]; k < block->high[r / LANES]; k++) {
-            const REAL *from = g + k * block->queries + r;
+            const REAL *from = g + k * block->ld + r;
             double *to = sums + k * key_step + r * row_step;
             for (ptrdiff_t l = 0; l < rows; l++) to[l * row_step] += (double)from[l];
         }

@@ -117,8 +117,9 @@ typedef struct {
     int known;
 } FMHA_NAME(few);
 
-/* scores^T (n, queries) <- x (n, depth) @ q (rows, depth in whole vectors).T of at most FEW_QUERIES rows of queries, zeros beyond. */
-static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+/* scores^T (n, queries), its rows lds apart, <- x (n, depth) @ q (rows, depth in whole vectors).T of at most FEW_QUERIES rows of queries,
+ * zeros beyond. */
+static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t lds, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
                                   const REAL *q, const FMHA_NAME(few) *few, REAL *s)
 {
     FMHA_NAME(streams) from = {.k = (const char *)x, .ldk = ldx * (ptrdiff_t)sizeof(REAL)};
@@ -139,7 +140,7 @@ static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t n
         const REAL *of = few->known ? few->kept + j : scores;
         const ptrdiff_t ld = few->known ? few->ld : DECODE_KEYS;
         for (ptrdiff_t k = 0; k < keys; k++) {
-            REAL *to = s + (j + k) * queries;
+            REAL *to = s + (j + k) * lds;
             for (ptrdiff_t v = 0; v < queries; v += LANES) v_store(to + v, v_splat(0));
             for (ptrdiff_t r = 0; r < rows; r++) to[r] = of[r * ld + k];
         }

@@ -172,7 +172,7 @@ def test_grouped_heads_read_their_own_keys(dtype, Hkv, heads, small_blocks, rng)
 def test_few_rows_by_every_algorithm(dtype, reduce, rng):
     """Where "decode", which has no weights, can be named, too."""
     q, k, v, _ = draw(rng, 2, 4, 2, 2, 600, 64, 5, dtype)
-    assert fastmha.plan(q, k, v).algorithm == "decode"
+    assert fastmha.plan(q, k, v, algorithm="decode").algorithm == "decode"
     for algorithm in ALGORITHMS:
         check(q, k, v, heads=[3, 1], rows=-1, reduce=reduce, algorithm=algorithm, is_causal=True, offset=500)
 
