@@ -54,7 +54,7 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; of a head that is split, sums of a block's grad_q that
  * wait for their turn, of each FMHA_SUM_KEYS keys of a tile (rows, width); a copy of k; copies of a block of q and grad_out; keys and
- * values, and rows of q and grad_out, where they are converted; sums of P of a block that nobody reads; what few_scores needs; what is kept
+ * values, and rows of q and grad_out, where they are converted, or the former copied; sums of P of a block that nobody reads; what few_scores needs; what is kept
  * of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in sections. */
 typedef struct {
     REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
@@ -90,8 +90,8 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->copy_k = FMHA_NAME(take)(memory, &used, TILE_KEYS * width);
     m->copy_q = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * width);
     m->copy_grad_out = FMHA_NAME(take)(memory, &used, BLOCK_ROWS * value_width);
-    m->keys = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * width);
-    m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME ? 0 : TILE_KEYS * value_width);
+    m->keys = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME && !CROWDED_KEYS ? 0 : TILE_KEYS * width);
+    m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME && !CROWDED_KEYS ? 0 : TILE_KEYS * value_width);
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
     m->unread = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH);
@@ -123,6 +123,12 @@ static ptrdiff_t FMHA_NAME(backward_scratch)(const fmha_problem *p, int mode, pt
     return FMHA_NAME(item_layout)(p, mode, share, NULL, &unused);
 }
 
+/* Keys and values, and how far apart their rows are. */
+typedef struct {
+    const REAL *k, *v;
+    ptrdiff_t ldk, ldv;
+} FMHA_NAME(tile);
+
 typedef struct {
     const fmha_run *run;
     FMHA_NAME(backward_memory) m;
@@ -131,7 +137,8 @@ typedef struct {
     int k_finite;               /* of the tile at hand, if pairs are removed */
     int far;                    /* values are fetched beside the keys */
     FMHA_NAME(next) *next;      /* or NULL */
-    ptrdiff_t b, hkv, j0, j1;   /* the keys and values that lie converted in the scratch, none at first */
+    ptrdiff_t b, hkv, j0, j1;   /* the keys of which `tile` is, none at first */
+    FMHA_NAME(tile) tile;
 } FMHA_NAME(backward);
 
 /* Row r of a block of q, out or grad_out. */
@@ -140,21 +147,15 @@ static inline const char *FMHA_NAME(row_of)(const fmha_problem *p, const fmha_ar
     return FMHA_NAME(row_in)(p->element, x, block->b, block->head[r], block->query[r]);
 }
 
-/* n keys and values of the block's head from key j on: where they lie, or converted, which serves until others are asked for. */
-typedef struct {
-    const REAL *k, *v;
-    ptrdiff_t ldk, ldv;
-} FMHA_NAME(tile);
-
+/* n keys and values of the block's head from key j on: where they lie, or converted or copied, which serves until others are asked for. */
 static FMHA_NAME(tile) FMHA_NAME(tile_of)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
     const fmha_problem *p = &w->run->p;
     FMHA_NAME(tile) tile;
-    if (p->stored != FMHA_SAME && block->b == w->b && block->hkv == w->hkv && j >= w->j0 && j + n <= w->j1) {
-        tile.ldk = ROUND_UP(p->D, LANES);
-        tile.ldv = ROUND_UP(p->Dv, LANES);
-        tile.k = w->m.keys + (j - w->j0) * tile.ldk;
-        tile.v = w->m.values + (j - w->j0) * tile.ldv;
+    if (block->b == w->b && block->hkv == w->hkv && j >= w->j0 && j + n <= w->j1) {
+        tile = w->tile;
+        tile.k += (j - w->j0) * tile.ldk;
+        tile.v += (j - w->j0) * tile.ldv;
         return tile;
     }
     w->b = block->b;
@@ -163,6 +164,10 @@ static FMHA_NAME(tile) FMHA_NAME(tile_of)(FMHA_NAME(backward) *w, const FMHA_NAM
     w->j1 = j + n;
     tile.k = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, w->m.keys, &tile.ldk);
     tile.v = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, w->m.values, &tile.ldv);
+    const ptrdiff_t rows = fmha_heads_cut(p).rows;
+    tile.k = FMHA_NAME(apart_rows)(tile.k, tile.ldk, n, p->D, rows, w->m.keys, &tile.ldk);
+    tile.v = FMHA_NAME(apart_rows)(tile.v, tile.ldv, n, p->Dv, rows, w->m.values, &tile.ldv);
+    w->tile = tile;
     return tile;
 }
 
@@ -183,7 +188,7 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
-    block->values = w->far ? (const char *)tile.v : NULL;
+    block->values = w->far && tile.ldv == p->v.stride[2] ? (const char *)tile.v : NULL;
     block->few.ld = p->Lk;
     block->few.known = ((int)*packed->kind & FMHA_NAME(known_block)) != 0;
     block->few.kept = block->few.known || (keep && block->few.scratch) ? packed->products + j : NULL;

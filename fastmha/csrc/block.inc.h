@@ -368,6 +368,14 @@ static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdif
     return copy;
 }
 
+/* The same of rows that a product broadcasts, which may be of any width, for so many columns: copied where that is better. */
+static inline const REAL *FMHA_NAME(apart_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, ptrdiff_t others, REAL *copy,
+                                                ptrdiff_t *ld)
+{
+    *ld = stride;
+    return CROWDED_KEYS && FMHA_NAME(crowded)(stride, width, others) ? FMHA_NAME(whole_rows)(x, stride, n, width, 1, 1, copy, ld) : x;
+}
+
 /* Whether scores are more than scaled products. */
 static inline int FMHA_NAME(rescored)(const fmha_problem *p) { return p->softcap != 0 || p->alibi != NULL; }
 

@@ -8,7 +8,7 @@ typedef struct {
 } FMHA_NAME(softmaxes);
 
 /* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys behind the
- * first; of each query what its sums shrink by, and the lift of its scores; values (keys, value width) where they must be copied; keys
+ * first; of each query what its sums shrink by, and the lift of its scores; keys or values (keys, width) where they must be copied; keys
  * or values where they must be converted; results (queries, value width) before they are rounded, where they are. */
 typedef struct {
     REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result;
@@ -42,7 +42,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->shrink = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->lift = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
-    m->copy = FMHA_NAME(take)(memory, &used, keys * value_width);
+    m->copy = FMHA_NAME(take)(memory, &used, keys * (CROWDED_KEYS && p->D > p->Dv ? ROUND_UP(p->D, LANES) : value_width));
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
     used += FMHA_NAME(softmaxes_layout)(p, BLOCK_ROWS, memory ? memory + used : NULL, &m->run);
@@ -308,6 +308,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         if (purpose & FMHA_NAME(hopeful)) FMHA_NAME(leave_out)(p, block, packed, &j, &n, converted);
         if (n == 0) continue;
         const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
+        keys = FMHA_NAME(apart_rows)(keys, ld, n, p->D, block->queries, copy, &ld);
         block->values = far ? FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j) : NULL;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(fetch_part)(block->next, 0);
@@ -862,7 +863,8 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
         }
         if (FMHA_NAME(values_far)(p)) block->values = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j0 + j);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        FMHA_NAME(tile_scores)(p, block, 0, part, keys + j * ldk, ldk, m.packed, lift, s + j * lds);
+        const REAL *apart = FMHA_NAME(apart_rows)(keys + j * ldk, ldk, part, p->D, queries, m.copy, &ld);
+        FMHA_NAME(tile_scores)(p, block, 0, part, apart, ld, m.packed, lift, s + j * lds);
         if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j0 + j, s + j * lds, NULL);
     }
     FMHA_NAME(softmax_block)(block, 0, n, s, peak, total, m.shrink);

@@ -73,9 +73,10 @@
 #define EXP_CHAINS       FMHA_OF(     4,      8,      4,      8,      4)  /* vectors whose exponentials are taken in step: as many as registers hold */
 #define KEYS_BESIDE      FMHA_OF(     1,      1,      0,      1,      1)  /* whether the keys of the next tile are fetched there beside values: with AVX2 on Zen 3 the values then wait for their own lines, and the product takes 1.1 times as long */
 #define PADDED_BLOCKS    FMHA_OF(     1,      1,      1,      0,      0)  /* whether rows of scores^T and of transposed operands lie an odd number of cache lines apart: an even one, times the rows of a sum, is more than the few sets hold that they share. Of AMX and of its emulation, whose tiles read them as they are, they do not */
-#define CROWDED_BYTES    FMHA_OF(  4096,   4096,   4096, CROWDED_512,  4096)  /* of which the distance of rows that share few sets of the caches is a multiple: they are */
+#define CROWDED_BYTES    FMHA_OF(  4096,   4096,   1024, CROWDED_512,  4096)  /* of which the distance of rows that share few sets of the caches is a multiple: they are */
 #define CROWDED_512      (sizeof(REAL) == 4 ? 1 << 30 : 4096)     /* read as often as a product has tiles, more often with shorter vectors, */
 #define CROWDED_ROWS     FMHA_OF(    24,     24,     24,     24,     24)  /* and are copied where that has so many rows or more */
+#define CROWDED_KEYS     FMHA_OF(     0,      0,      1,      0,      0)  /* whether keys, whose rows a product broadcasts, and backward values, are copied then, too: they share a part of the second cache as well */
 #define CAPPED_KEYS      FMHA_OF(     8,      8,      8,      8,      8)  /* whose scores a softcap asks together whether all are small */
 #define WRITTEN_FAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of out, or of q, from which on "tiled" fetches rows before it writes them, or the next block's queries; */
 #define WRITTEN_AHEAD    FMHA_OF(     8,      8,      8,      8,      8)  /* rows ahead: the stores behind one that waits for its line wait, too */

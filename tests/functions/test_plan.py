@@ -84,7 +84,7 @@ def test_the_choice_looks_at_lengths(isa, dtype):
         assert alone.algorithm == group.algorithm
 
 
-@pytest.mark.skipif("avx512" not in _core.runnable_isas(), reason="needs AVX-512")
+@pytest.mark.skipif("avx512" not in _core.runnable_isas(), reason="this machine has no AVX-512")
 def test_rows_that_fill_a_vector_are_not_decoded_however_long_the_keys():
     with selected("avx512"):
         for Lq, wanted in ((9, "decode"), (10, "tiled"), (16, "tiled"), (17, "tiled"), (64, "tiled")):
