@@ -28,7 +28,7 @@ from support import (
 )
 
 import fastmha
-from fastmha import reference
+from fastmha import _core, reference, validate
 
 # Few and many blocks of rows, an odd number of items, single rows; masks of every kind.
 PROBLEMS = {
@@ -75,6 +75,41 @@ def test_the_same_bits_from_run_to_run(dtype, algorithm, name, rng):
     first = run(fastmha, *arrays, algorithm=algorithm, **keywords)
     for _ in range(3):
         assert_same(first, run(fastmha, *[padded(x) for x in arrays], algorithm=algorithm, **keywords))
+
+
+def with_weights(q, k, v):
+    problem = validate.attention_problem(q, k, v, "BHLD")
+    B, H, Lq, Lk, Dv = *q.shape[:3], k.shape[2], v.shape[3]
+    out, weights = np.empty((B, H, Lq, Dv), problem.element), np.empty((B, H, Lq, Lk), problem.dtype)
+    _core.tiled_forward(problem, out, None, weights, 1)
+    return out, weights
+
+
+RULES = {
+    "plain": {},
+    "band": {"is_causal": True, "offset": 300, "window": (200, None)},
+    "padding": {"key_padding_lengths": [420, 77]},
+    "one sequence's end": {"key_ranges": ([0, 400], None)},
+}
+
+
+@all_dtypes
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("distance", [1024, 3072, 4096])
+def test_rows_that_share_few_sets_of_the_caches_have_the_bits_of_others(isa, dtype, distance, rules, rng):
+    """Such rows are copied where a product of many others reads them again and again."""
+    def apart(x):
+        memory = np.full((*x.shape[:3], distance // x.itemsize), np.nan, x.dtype)
+        memory[..., :x.shape[3]] = x
+        return memory[..., :x.shape[3]]
+
+    for D, Dv, Lq in ((64, 60, 70), (60, 64, 24), (48, 8, 23)):
+        arrays = draw(rng, 2, 4, 2, Lq, 420, D, Dv, dtype)
+        arrays[1][0, 1, 9, 5] = np.nan      # the firewall
+        for threads in (1, 3):
+            kept = run(fastmha, *arrays, threads=threads, algorithm="tiled", **RULES[rules])
+            assert_same(kept, run(fastmha, *map(apart, arrays), threads=threads, algorithm="tiled", **RULES[rules]))
+        assert_same(with_weights(*arrays[:3]), with_weights(*map(apart, arrays[:3])))
 
 
 @all_dtypes
