@@ -91,11 +91,12 @@ int fmha_isa_runs(fmha_isa isa)
 
 static void know_cpu(void)
 {
-    enum { ZEN5 = 26 };
+    enum { ZEN4 = 25, ZEN5 = 26 };     /* families; Zen 3 is models of the former's */
     unsigned a, name[3];
     if (!__get_cpuid(0, &a, &name[0], &name[2], &name[1]) || memcmp(name, "AuthenticAMD", sizeof name) != 0) return;
     if (!__get_cpuid(1, &a, &name[0], &name[1], &name[2])) return;
-    fmha_cpu_fetches = (a >> 8 & 15) + (a >> 20 & 255) >= ZEN5;     /* the family, and what is beyond 15 of it */
+    const unsigned family = (a >> 8 & 15) + (a >> 20 & 255), model = (a >> 4 & 15) | (a >> 12 & 0xF0);
+    fmha_cpu_fetches = family >= ZEN5 || (family == ZEN4 && (model < 0x10 || (model >= 0x20 && model < 0x60)));
 }
 
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double)

@@ -302,7 +302,7 @@ const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double);
 int fmha_isa_runs(fmha_isa isa);
 
 /* Whether rows that lie side by side, and are each read from end to end, come faster from memory where the CPU alone fetches them, not asked
- * by the program. So it is on AMD's Zen 5 (family 26); on Zen 4 it is not, and CPUs that nobody measured are asked. No bits depend on it.
+ * by the program. So it is on AMD's Zen 5 (family 26) and Zen 3; on Zen 4 it is not, and CPUs that nobody measured are asked. No bits depend on it.
  * Known from the first fmha_kernels_of on. */
 extern int fmha_cpu_fetches;
 const char *fmha_isa_name(fmha_isa isa);

@@ -56,6 +56,7 @@
 #define DECODE_NEAR      FMHA_OF((5 << 22), (5 << 22), (5 << 22), (5 << 22), (5 << 22))  /* and up to which all scores of a block come before its values: the third has them, and delivers one stream faster than two, */
 #define DECODE_NEAR_AHEAD FMHA_OF( 4096,   4096,   4096,   4096,   4096)  /* fetched so many bytes ahead, at least, into the first */
 #define DECODE_AHEAD     FMHA_OF(  6144,   6144,   6144,   6144,   6144)  /* bytes that each of the two streams is fetched ahead, at least */
+#define DECODE_WHOLE_AHEAD FMHA_OF(6144,   6144,   3072,   6144,   6144)  /* the same where whole rows go into the first cache, of which both streams then hold so many: Zen 3 has 32 KB */
 #define DECODE_ALONG     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* so many instead where CPUs fetch far ahead by themselves, given an instruction for each vector of a row: one query row, rows that follow each other, */
 #define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of so many bytes or more each, */
 #define DECODE_MEMORY    FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))  /* and more than so many in all: from the third cache the other way is faster */
