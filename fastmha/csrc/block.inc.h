@@ -33,7 +33,8 @@ typedef struct {
     FMHA_NAME(part) part[5];
 } FMHA_NAME(next);
 
-/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors, ld how far apart rows of so many lie there. */
+/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors, ld how far apart
+ * rows of so many lie there. */
 typedef struct {
     ptrdiff_t b, hkv, rows, queries, ld, width, value_width;    /* widths in whole vectors */
     ptrdiff_t j0, j1;                   /* keys that any row attends, */
