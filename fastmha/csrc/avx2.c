@@ -1,4 +1,4 @@
-/* AVX2 and FMA, inside a fenced target region: nothing outside it may use these instructions. */
+/* AVX2, FMA and F16C, inside a fenced target region: nothing outside it may use these instructions. */
 #include "fastmha.h"
 #include "pool.h"
 #include "subnormals.h"
@@ -14,10 +14,10 @@
 #define FMHA_VECTOR_BYTES 32
 #define FMHA_OF(sse2, neon, avx2, avx512, emulated) avx2
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 #include "kernels.inc.h"
 #ifdef __clang__

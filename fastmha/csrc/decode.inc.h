@@ -228,12 +228,22 @@ INLINED void FMHA_NAME(turns_of)(const int type, const int many, const int nv, c
             VEC score[DECODE_TOGETHER];
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) score[r] = v_splat(0);
+#define SCORED(load) \
+    { \
+        const VEC row = load; \
+        _Pragma("GCC unroll 4") \
+        for (int r = 0; r < many; r++) score[r] = score[r] + row * v_load(q + r * width + d); \
+    }
+            /* Laid out whole where D is known here; else that is code without end, and no faster. */
+            ptrdiff_t d = 0;
+            if (__builtin_constant_p(D)) {
 #pragma GCC unroll 16
-            for (ptrdiff_t d = 0; d < D; d += LANES) {
-                VEC row = D - d >= LANES ? FMHA_NAME(stored_load)(type, k + d * size) : FMHA_NAME(stored_part)(type, k + d * size, D - d);
-#pragma GCC unroll 4
-                for (int r = 0; r < many; r++) score[r] = score[r] + row * v_load(q + r * width + d);
+                for (; d < D; d += LANES) SCORED(FMHA_NAME(stored_load)(type, k + d * size))
+            } else {
+                for (; d + LANES <= D; d += LANES) SCORED(FMHA_NAME(stored_load)(type, k + d * size))
+                if (d < D) SCORED(FMHA_NAME(stored_part)(type, k + d * size, D - d))
             }
+#undef SCORED
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) sum[r][l] = score[r];
             for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
@@ -374,14 +384,38 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
     }
 }
 
+/* Each kind of pass is a function of its own: in one of all the compiler would keep in memory what the inner loops need, and take minutes. */
+#define PASS_TAKES ptrdiff_t keys, ptrdiff_t D, ptrdiff_t Dv, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, \
+    const REAL *weights, REAL *out, const REAL *shrink, int several
+typedef void (*FMHA_NAME(pass))(PASS_TAKES);
+#define PASS(what, type, many) \
+    static __attribute__((noinline)) void FMHA_NAME(what##_##type##_##many)(PASS_TAKES) \
+    { \
+        FMHA_NAME(decode_pass)(type, FMHA_NAME(what), many, keys, D, Dv, q, from, scores, weights, out, shrink, several); \
+    }
+#define PASSES(what, type) PASS(what, type, 1) PASS(what, type, 2) PASS(what, type, 3) PASS(what, type, 4)
+#define NAMES(what, type) \
+    {FMHA_NAME(what##_##type##_1), FMHA_NAME(what##_##type##_2), FMHA_NAME(what##_##type##_3), FMHA_NAME(what##_##type##_4)}
+PASSES(scores_alone, FMHA_SAME) PASSES(scores_alone, FMHA_HALF) PASSES(scores_alone, FMHA_BFLOAT) PASSES(scores_alone, FMHA_OTHER)
+PASSES(values_alone, FMHA_SAME) PASSES(values_alone, FMHA_HALF) PASSES(values_alone, FMHA_BFLOAT) PASSES(values_alone, FMHA_OTHER)
+PASSES(in_turns, FMHA_SAME) PASSES(in_turns, FMHA_HALF) PASSES(in_turns, FMHA_BFLOAT)
+static const FMHA_NAME(pass) FMHA_NAME(passes)[3][4][DECODE_TOGETHER] = {        /* what, type (in turns without the last), rows */
+    {NAMES(scores_alone, FMHA_SAME), NAMES(scores_alone, FMHA_HALF), NAMES(scores_alone, FMHA_BFLOAT), NAMES(scores_alone, FMHA_OTHER)},
+    {NAMES(values_alone, FMHA_SAME), NAMES(values_alone, FMHA_HALF), NAMES(values_alone, FMHA_BFLOAT), NAMES(values_alone, FMHA_OTHER)},
+    {NAMES(in_turns, FMHA_SAME), NAMES(in_turns, FMHA_HALF), NAMES(in_turns, FMHA_BFLOAT)},
+};
+#undef NAMES
+#undef PASSES
+#undef PASS
+#undef PASS_TAKES
+
 /* The same of any number of rows, DECODE_TOGETHER at a time, then those that are left: of several, and in turns, a step of keys after
  * the other, so that the first cache still has it for the next rows. `fetched`: the values are there already. */
-INLINED void FMHA_NAME(decode_passes)(const int type, const int what, const ptrdiff_t D, const ptrdiff_t Dv, const fmha_problem *p,
-                                      const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys, const REAL *q,
-                                      const char *k, REAL *scores, const REAL *weights, const char *v, ptrdiff_t ldv, REAL *out,
-                                      const REAL *shrink)
+static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched,
+                                     ptrdiff_t keys, const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v,
+                                     ptrdiff_t ldv, REAL *out, const REAL *shrink)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type), D = p->D, Dv = p->Dv, width = ROUND_UP(D, LANES), ldo = ROUND_UP(Dv, LANES);
     const int several = rows > DECODE_TOGETHER, turns = what == FMHA_NAME(in_turns);
     /* From the third cache; and the values of a head's last keys from memory, which nothing has fetched before. */
     const int near = !turns && (!ahead->turns || (ahead->close && what == FMHA_NAME(values_alone))) && ahead->k && ldv == p->v.stride[2];
@@ -403,16 +437,8 @@ INLINED void FMHA_NAME(decode_passes)(const int type, const int what, const ptrd
         for (ptrdiff_t r = 0, many; r < rows; r += many) {
             many = rows - r < DECODE_TOGETHER ? rows - r : DECODE_TOGETHER;
             from.fetched = from.first < 4 ? share : 0;
-#define ROWS(many) \
-    FMHA_NAME(decode_pass)(type, what, many, n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j, \
-                           out + r * ldo, shrink ? shrink + r : NULL, several)
-            switch (many) {
-            case 1: ROWS(1); break;
-            case 2: ROWS(2); break;
-            case 3: ROWS(3); break;
-            default: ROWS(DECODE_TOGETHER);
-            }
-#undef ROWS
+            FMHA_NAME(passes)[what][type][many - 1](n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j,
+                                                    out + r * ldo, shrink ? shrink + r : NULL, several);
             from.first += share;
             from.v_lines = 0;
             from.then = NULL;
@@ -421,54 +447,28 @@ INLINED void FMHA_NAME(decode_passes)(const int type, const int what, const ptrd
     }
 }
 
-#define DECODE_TYPES(type, ...) \
-    switch (type) { \
-    case FMHA_HALF: FMHA_NAME(decode_passes)(FMHA_HALF, __VA_ARGS__); break; \
-    case FMHA_BFLOAT: FMHA_NAME(decode_passes)(FMHA_BFLOAT, __VA_ARGS__); break; \
-    default: FMHA_NAME(decode_passes)(FMHA_SAME, __VA_ARGS__); \
-    }
-
 /* scores (rows, keys) <- q (rows, width, padded) @ k (keys, D).T, whose values are fetched. */
 static void FMHA_NAME(decode_scores)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys, const REAL *q,
                                      const char *k, const char *v, REAL *scores)
 {
-#define SCORES FMHA_NAME(scores_alone), p->D, p->Dv, p, ahead, rows, 0, keys, q, k, scores, scores, v, p->v.stride[2], scores, NULL
-    if (p->stored == FMHA_OTHER) FMHA_NAME(decode_passes)(FMHA_OTHER, SCORES);
-    else DECODE_TYPES(p->stored, SCORES)
-#undef SCORES
+    FMHA_NAME(decode_passes)(p->stored, FMHA_NAME(scores_alone), p, ahead, rows, 0, keys, q, k, scores, scores, v, p->v.stride[2], scores, NULL);
 }
 
 /* out (rows, Dv) <- shrink * out + weights (rows, keys) @ v (keys, Dv), v of `type` and rows ldv apart. */
 static void FMHA_NAME(decode_values)(int type, const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys,
                                      REAL *weights, const char *v, ptrdiff_t ldv, REAL *out, const REAL *shrink)
 {
-#define VALUES FMHA_NAME(values_alone), p->D, p->Dv, p, ahead, rows, 1, keys, weights, v, weights, weights, v, ldv, out, shrink
-    if (type == FMHA_OTHER) FMHA_NAME(decode_passes)(FMHA_OTHER, VALUES);
-    else DECODE_TYPES(type, VALUES)
-#undef VALUES
+    FMHA_NAME(decode_passes)(type, FMHA_NAME(values_alone), p, ahead, rows, 1, keys, weights, v, weights, weights, v, ldv, out, shrink);
 }
 
-/* The same of whole steps, and in turns with it scores (rows, keys) <- q (rows, width) @ k (keys, D).T of keys that come later. Of each type a
- * function: in one of all the compiler would keep in memory what the inner loops need. */
-#define TURNS_TAKE const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys, \
-    const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out, const REAL *shrink
-#define TURNS(name, type) \
-    static __attribute__((noinline)) void FMHA_NAME(name)(TURNS_TAKE) \
-    { \
-        FMHA_NAME(decode_passes)(type, FMHA_NAME(in_turns), p->D, p->Dv, p, ahead, rows, fetched, keys, q, k, scores, weights, v, p->v.stride[2], \
-                                 out, shrink); \
-    }
-TURNS(turns_same, FMHA_SAME)
-TURNS(turns_half, FMHA_HALF)
-TURNS(turns_bfloat, FMHA_BFLOAT)
-#undef TURNS
-
-static void FMHA_NAME(decode_turns)(TURNS_TAKE)
+/* The same of whole steps, and in turns with it scores (rows, keys) <- q (rows, width) @ k (keys, D).T of keys that come later. */
+static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched, ptrdiff_t keys,
+                                    const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v, REAL *out,
+                                    const REAL *shrink)
 {
-    (p->stored == FMHA_HALF ? FMHA_NAME(turns_half) : p->stored == FMHA_BFLOAT ? FMHA_NAME(turns_bfloat) : FMHA_NAME(turns_same))(
-        p, ahead, rows, fetched, keys, q, k, scores, weights, v, out, shrink);
+    FMHA_NAME(decode_passes)(p->stored, FMHA_NAME(in_turns), p, ahead, rows, fetched, keys, q, k, scores, weights, v, p->v.stride[2], out,
+                             shrink);
 }
-#undef TURNS_TAKE
 
 /* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums are finite:
  * then it is to be done again with care. purpose: 0, careful or raised.

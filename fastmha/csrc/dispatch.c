@@ -54,6 +54,13 @@ static const fmha_kernels *emulated_kernels(void)
 extern const fmha_kernels fmha_avx2_kernels_32, fmha_avx2_kernels_64, fmha_avx512_kernels_32, fmha_avx512_kernels_64;
 extern const fmha_kernels fmha_avx512bf16_tile_kernels_32, fmha_amx_tile_kernels_32;
 
+/* F16C, which every CPU with AVX2 is known to have; compilers differ in whether they can be asked for it. */
+static int converts_halves(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+
 static int multiplies_bfloat(void)
 {
     unsigned a, b, c, d;
@@ -79,7 +86,7 @@ static int tiles_run(void)
 int fmha_isa_runs(fmha_isa isa)
 {
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && converts_halves();
     int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")
                  && __builtin_cpu_supports("avx512dq");
     if (isa == FMHA_AVX2) return avx2;

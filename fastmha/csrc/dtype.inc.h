@@ -160,9 +160,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef DECODE_LAST
 #undef DECODE_VECTORS
 #undef DECODE_ALL
-#undef DECODE_TYPES
 #undef STORED_PARTS
 #undef STORED_HALVES_IN_PARTS
+#undef HALVES_CONVERTED
 #undef IVEC
 #undef v_load
 #undef v_store

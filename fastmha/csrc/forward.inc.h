@@ -42,7 +42,8 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->shrink = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->lift = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
-    m->copy = FMHA_NAME(take)(memory, &used, keys * (CROWDED_KEYS && p->D > p->Dv ? ROUND_UP(p->D, LANES) : value_width));
+    const ptrdiff_t values = keys * value_width, crowded = CROWDED_KEYS ? TILE_KEYS * ROUND_UP(p->D, LANES) : 0;
+    m->copy = FMHA_NAME(take)(memory, &used, values > crowded ? values : crowded);      /* of a tile's keys, then of the values */
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
     used += FMHA_NAME(softmaxes_layout)(p, BLOCK_ROWS, memory ? memory + used : NULL, &m->run);

@@ -59,6 +59,47 @@ static inline REAL FMHA_NAME(stored_value)(const int type, const char *x)
     return (REAL)value;
 }
 
+/* F16C: as stored_value and half_bits do it, subnormal numbers exact whatever the control register says. */
+#if FMHA_VECTOR_BYTES == 32 && defined(X86_OP)
+#define HALVES_CONVERTED 1
+/* LANES elements of half precision as they lie, and the first n < LANES of them, zeros beyond. */
+static inline __m128i FMHA_NAME(halves)(const char *x)
+{
+    return LANES == 8 ? _mm_loadu_si128((const __m128i *)x) : _mm_loadu_si64(x);
+}
+
+static inline __m128i FMHA_NAME(first_halves)(const char *x, ptrdiff_t n)
+{
+    uint64_t four = 0, rest = 0;
+    uint16_t one;
+    uint32_t two;
+    if (n & 1) {
+        memcpy(&one, x + 2 * (n - 1), sizeof one);
+        rest = one;
+    }
+    if (n & 2) {
+        memcpy(&two, x + 2 * (n & 4), sizeof two);
+        rest = rest << 32 | two;
+    }
+    if (!(n & 4)) return _mm_set_epi64x(0, (long long)rest);
+    memcpy(&four, x, sizeof four);
+    return _mm_set_epi64x((long long)rest, (long long)four);
+}
+
+static inline VEC FMHA_NAME(of_halves)(const int type, __m128i packed)
+{
+#if FMHA_REAL == 32
+    if (type == FMHA_HALF) return (VEC)_mm256_cvtph_ps(packed);
+    return (VEC)_mm256_slli_epi32(_mm256_cvtepu16_epi32(packed), 16);
+#else
+    if (type == FMHA_HALF) return (VEC)_mm256_cvtps_pd(_mm_cvtph_ps(packed));
+    return (VEC)_mm256_cvtps_pd((__m128)_mm_slli_epi32(_mm_cvtepu16_epi32(packed), 16));
+#endif
+}
+#else
+#define HALVES_CONVERTED 0
+#endif
+
 /* LANES elements from x on. */
 INLINED VEC FMHA_NAME(stored_load)(const int type, const char *x)
 {
@@ -72,6 +113,8 @@ INLINED VEC FMHA_NAME(stored_load)(const int type, const char *x)
     __m256i packed = _mm256_loadu_si256((const __m256i *)x);
     if (type == FMHA_HALF) return (VEC)_mm512_cvtph_ps(packed);
     return (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
+#elif HALVES_CONVERTED
+    return FMHA_NAME(of_halves)(type, FMHA_NAME(halves)(x));
 #else
     typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 #if FMHA_REAL == 32 && defined(ARM_OP)
@@ -110,6 +153,9 @@ static inline VEC FMHA_NAME(stored_part)(const int type, const char *x, ptrdiff_
     __m256i packed = _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), x);
     if (type == FMHA_HALF) return (VEC)_mm512_cvtph_ps(packed);
     if (type == FMHA_BFLOAT) return (VEC)_mm512_slli_epi32(_mm512_cvtepu16_epi32(packed), 16);
+#endif
+#if HALVES_CONVERTED
+    if (type != FMHA_OTHER) return FMHA_NAME(of_halves)(type, FMHA_NAME(first_halves)(x, n));
 #endif
     for (ptrdiff_t l = 0; l < LANES; l++) lanes[l] = l < n ? FMHA_NAME(stored_value)(type, x + l * FMHA_NAME(stored_size)(type)) : 0;
     return v_load(lanes);
@@ -169,6 +215,11 @@ INLINED void FMHA_NAME(stored_store)(const int type, VEC value, char *to)
 #if FMHA_VECTOR_BYTES == 64 && defined(X86_OP)
         if (type == FMHA_HALF) {
             _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+            return;
+        }
+#elif HALVES_CONVERTED
+        if (type == FMHA_HALF) {
+            _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
             return;
         }
 #endif

@@ -326,7 +326,8 @@ def test_weights_take_what_was_asked_for_and_a_buffer(rng):
     q, k, v = (rng.standard_normal((1, 8, L, 4)).astype(np.float32) for _ in range(3))
     some, threads = Capture([2, 7], slice(-64, None)), 2
     rows, _, _, _ = _core.tile_sizes()
-    scratch = fastmha.plan(q, k, v, num_threads=threads).scratch_bytes + threads * rows * L * 4     # a block's weights
+    block = L * (rows * 4 + 64)     # the weights of a block of rows, those of each key up to a cache line further apart
+    scratch = fastmha.plan(q, k, v, num_threads=threads).scratch_bytes + threads * block
     tracemalloc.start()
     try:
         _, got = fastmha.attention(q, k, v, capture=some, num_threads=threads)
