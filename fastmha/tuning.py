@@ -80,8 +80,7 @@ class Tuning:
 _FUSED = Tuning(
     # below, what an item costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that
     # "tiled" leaves empty
-    decode=((1, 0, 0), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024),
-            (9, 0, NEVER), (10, 512, 12 * 1024)),
+    decode=((1, 0, 0), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
     one_part_products=TILE, two_parts_products=TILE,        # a whole tile is enough
