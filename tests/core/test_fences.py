@@ -62,7 +62,8 @@ def fenced(function, isas):
 @cache
 def forbidden(function):
     """What must not be in a function."""
-    return [pattern for pattern, isas in ((AVX, FENCED), (AVX512, FENCED[1:]), (BFLOAT, FENCED[2:])) if not fenced(function, isas)]
+    fences = (AVX, FENCED), (AVX512, FENCED[1:]), (BFLOAT, FENCED[2:])
+    return [pattern for pattern, isas in fences if not fenced(function, isas)]
 
 
 def strays(listing):

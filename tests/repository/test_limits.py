@@ -152,7 +152,8 @@ def tiny(limits, monkeypatch):
         "CAUSAL_AT": 8, "QUERIES": ((1, 2), (9, 1)), "KEYS": (5,), "CROSSOVER_WIDTHS": (8,), "REPEATS": 1,
         "INPUT_LENGTH": 20, "COLD_BYTES": 100_000, "COLD_KEYS": 5, "STREAM_KEYS": 5, "STREAM_BYTES": (100_000, 200_000),
         "MANY_SHORT": ((2, 3, 3, 4, 4, 8), (5, 2, 1, 1, 3, 8)),
-        "SQUARES": ((1, 2, 768, 8),), "SHARED": (("two heads", {"B": 1, "H": 2, "L": 40, "D": 8}),), "SHOWN_THREADS": (1, 2), "DECODES": ((1, 4, 2, 20, 8),),
+        "SQUARES": ((1, 2, 768, 8),), "SHARED": (("two heads", {"B": 1, "H": 2, "L": 40, "D": 8}),),
+        "SHOWN_THREADS": (1, 2), "DECODES": ((1, 4, 2, 20, 8),),
     }.items():
         monkeypatch.setattr(limits, name, value)
     monkeypatch.setattr(limits.time, "sleep", lambda seconds: None)
