@@ -234,9 +234,9 @@ INLINED void FMHA_NAME(turns_of)(const int type, const int many, const int nv, c
         _Pragma("GCC unroll 4") \
         for (int r = 0; r < many; r++) score[r] = score[r] + row * v_load(q + r * width + d); \
     }
-            /* Laid out whole where D is known here; else that is code without end, and no faster. */
+            /* Laid out whole where D is known here, whole vectors; else that is code without end, and no faster. */
             ptrdiff_t d = 0;
-            if (__builtin_constant_p(D)) {
+            if (__builtin_constant_p(D) && D % LANES == 0) {
 #pragma GCC unroll 16
                 for (; d < D; d += LANES) SCORED(FMHA_NAME(stored_load)(type, k + d * size))
             } else {

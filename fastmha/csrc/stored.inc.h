@@ -59,7 +59,7 @@ static inline REAL FMHA_NAME(stored_value)(const int type, const char *x)
     return (REAL)value;
 }
 
-/* F16C: as stored_value and half_bits do it, subnormal numbers exact whatever the control register says. */
+/* F16C: as stored_value and half_bits do it but for the payload of a NaN; subnormal numbers exact whatever the control register says. */
 #if FMHA_VECTOR_BYTES == 32 && defined(X86_OP)
 #define HALVES_CONVERTED 1
 /* LANES elements of half precision as they lie, and the first n < LANES of them, zeros beyond. */
