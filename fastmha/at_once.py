@@ -215,7 +215,8 @@ def _algorithm(m: Module, L: int, Lk: int, need_weights: bool) -> str | None:
     """The algorithm of L tokens on Lk keys, None where it is not one of the core's alone, or cannot serve the call."""
     if m.algorithm not in (AUTO, TILED.name):
         return None
-    name, _ = choose_for(L * (m._H // m._Hkv), Lk, m._D, m._computed.itemsize, m.algorithm, weights=need_weights)
+    name, _ = choose_for(L * (m._H // m._Hkv), Lk, m._D, m._computed.itemsize, m.dtype.itemsize, m.algorithm,
+                         weights=need_weights)
     return name if name in (TILED.name, DECODE.name) else None
 
 

@@ -260,7 +260,7 @@ def _way(whole: Problem, Lq: int, Lk: int, algorithm: str, backward: bool) -> _W
     parts = parts_for(whole, rows, Lk, backward)
     if algorithm == AUTO and parts > 0:
         return _Way(TILED.name, parts)
-    name, _ = choose_for(rows, Lk, D, whole.itemsize, algorithm, backward)
+    name, _ = choose_for(rows, Lk, D, whole.itemsize, whole.stored_size, algorithm, backward)
     return _Way(name, parts if name == TILED.name else 0)
 
 

@@ -107,18 +107,19 @@ def choose(problem: Problem, algorithm: str, backward: bool = False, weights: bo
     rows = Lq * (H // Hkv if Hkv else 0)
     if algorithm == AUTO and parts_of(problem, backward) > 0:
         return TILED.name, ON_TILES
-    return choose_for(rows, Lk, D, problem.itemsize, algorithm, backward, weights)
+    return choose_for(rows, Lk, D, problem.itemsize, problem.stored_size, algorithm, backward, weights)
 
 
-def choose_for(rows: int, Lk: int, D: int, itemsize: int, algorithm: str, backward: bool = False,
+def choose_for(rows: int, Lk: int, D: int, itemsize: int, stored: int, algorithm: str, backward: bool = False,
                weights: bool = False) -> tuple[str, Mapping[str, str]]:
-    """`choose` for so many query rows per key/value head on Lk keys of width D, computed in items of so many bytes."""
+    """`choose` for so many query rows per key/value head on Lk keys of width D, computed in items of so many bytes from keys that
+    have so many."""
     if type(algorithm) is not str:      # what cannot be hashed would be an error of the cache's own
         validate.choice("algorithm", algorithm, ALGORITHMS)
     if algorithm == AUTO and backward and Lk == 1:
         return BLAS.name, OF_ONE_KEY
     of = tuning.current()
-    least, of_key = of.decode_least(rows, itemsize), D * itemsize
+    least, of_key = of.decode_least(rows, itemsize, stored), D * itemsize
     pays = least is not None and of_key >= least[0] and Lk * of_key >= least[1]
     return _choose(rows, pays, least is not None, of, algorithm, backward, weights)
 

@@ -24,7 +24,7 @@ from fastmha import _core, algorithms, functional, multihead, tuning
 from fastmha.study import words
 from fastmha.study.folder import replace_text
 from fastmha.study.trial import interleave
-from fastmha.tuning import DEFAULTS, NEVER, OF_TILES, TILE, Tuning
+from fastmha.tuning import DEFAULTS, NEVER, OF_DECODE, OF_TILES, TILE, Tuning
 
 DESCRIPTION = "Measure from which sizes on each way of computing pays on this machine, with one thread, in under five minutes."
 failed = partial(words.failed, command="tune")
@@ -68,12 +68,12 @@ def judged(setting: Setting, times: Sequence[tuple[float, float]]) -> Verdict:
 
 # ------------------------------------------------------------------------------------------------------- the settings
 
-def _random(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape, np.float32)
+def _random(*shape: int, dtype: type[np.floating] = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(dtype)
 
 
-def _decode_arms(rows: int, D: int, Lk: int, other: str) -> Arms:
-    q, k, v = _random(1, 8, rows, D), _random(1, 8, Lk, D), _random(1, 8, Lk, D)
+def _decode_arms(rows: int, D: int, Lk: int, other: str, dtype: type[np.floating]) -> Arms:
+    q, k, v = (_random(1, 8, many, D, dtype=dtype) for many in (rows, Lk, Lk))
     below, above = (partial(functional.attention, q, k, v, algorithm=name, **ON_VECTORS) for name in (other, "decode"))
     return below, above
 
@@ -143,12 +143,14 @@ def settings(default: Tuning) -> Iterator[Setting]:
                   _grid(lengths, widths), _layout_arms,
                   lambda least, shape: _reaches(least, (shape[0], 4 * shape[1], 4 * shape[0] * shape[1])), _field("contiguous"))
     other = "blas" if default.attention_by_blas else "tiled"
-    for i, step in enumerate(default.decode):
-        yield Setting(f"decode[{i}]", step, [(step[0], *least) for least in _grid(
-                          (0, 64, 128, 256, 512), (0, 2**10, 2**11, 2**12, 2**13, 2**14, 2**15, 2**18, 2**20, NEVER))],
-                      [(step[0], D, Lk) for D, Lk in _grid((8, 16, 32, 64, 128), (7, 16, 64, 256, 2048))],
-                      partial(_decode_arms, other=other),
-                      lambda least, shape: _reaches(least[1:], (4 * shape[1], 4 * shape[1] * shape[2])), partial(_with_step, i))
+    # and the bytes of the numbers that are computed with
+    of_types: tuple[tuple[type[np.floating], int], ...] = ((np.float32, 4), (np.float64, 8), (np.float16, 4))
+    for name, (dtype, size) in zip(OF_DECODE, of_types):
+        for i, step in enumerate(getattr(default, name)):
+            yield Setting(f"{name}[{i}]", step, [(step[0], *least) for least in _grid(
+                              (0, 64, 128, 256, 512), (0, 2**10, 2**11, 2**12, 2**13, 2**14, 2**15, 2**18, 2**20, NEVER))],
+                          [(step[0], D, Lk) for D, Lk in _grid((8, 16, 32, 64, 128), (7, 16, 64, 256, 2048))],
+                          partial(_decode_arms, other=other, dtype=dtype), partial(_decoded, size), partial(_with_step, name, i))
     if not _core.has_tiles():
         return
     of_attention, of_products = _grid((16, 24, 48, 96, 192), (32, 64, 192)), _grid((16, 32, 64, 128), (32, 64, 128, 256))
@@ -161,8 +163,14 @@ def settings(default: Tuning) -> Iterator[Setting]:
                           _field(name))
 
 
-def _with_step(i: int, tuned: Tuning, step: tuple[int, int, int]) -> Tuning:
-    return replace(tuned, decode=(*tuned.decode[:i], step, *tuned.decode[i + 1:]))
+def _decoded(size: int, least: tuple[int, int, int], shape: Shape) -> bool:
+    return _reaches(least[1:], (size * shape[1], size * shape[1] * shape[2]))
+
+
+def _with_step(name: str, i: int, tuned: Tuning, step: tuple[int, int, int]) -> Tuning:
+    steps = getattr(tuned, name)
+    changed: dict[str, Any] = {name: (*steps[:i], step, *steps[i + 1:])}
+    return replace(tuned, **changed)
 
 
 def on_tiles_always(tuned: Tuning) -> Tuning:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from fastmha import _core, validate
 
 VARIABLE = "FASTMHA_TUNING"
-FORMAT = 2
+FORMAT = 3
 TILE = (16, 32)             # rows, and keys or terms, of one matrix tile: no setting of tiles is below, but for rows of products
 _MOST = 2**62
 NEVER = 2**50               # no lengths, and no bytes of keys, are so many
@@ -35,10 +35,10 @@ class Tuning:
 
     Attributes
     ----------
-    decode : tuple of (rows, bytes of a key, bytes of all keys)
-        "auto" decodes up to so many query rows of float32 per key/value head, from so many bytes on; the first step for the rows
-        counts, and NEVER bytes of all keys leave its rows to others. Several rows of float64 count as twice as many: they fill as
-        much of the vectors of "tiled".
+    decode, decode_float64, decode_half : tuple of (rows, bytes of a key, bytes of all keys)
+        "auto" decodes up to so many query rows per key/value head, from so many bytes on, those of the numbers computed with; the
+        first step for the rows counts, and NEVER bytes of all keys leave its rows to others. In float32; in float64, whose rows
+        fill twice as much of the vectors of "tiled"; and of keys of half precision, which "tiled" converts before it multiplies.
     one_part_forward, one_part_backward, two_parts_forward, two_parts_backward : (rows, keys)
         Query rows per key/value head, and keys, from which on attention in so many bfloat16 parts pays on matrix tiles.
     one_part_products, two_parts_products : (rows, terms)
@@ -52,6 +52,8 @@ class Tuning:
     """
 
     decode: tuple[tuple[int, int, int], ...]
+    decode_float64: tuple[tuple[int, int, int], ...]
+    decode_half: tuple[tuple[int, int, int], ...]
     one_part_forward: tuple[int, int]
     one_part_backward: tuple[int, int]
     two_parts_forward: tuple[int, int]
@@ -68,30 +70,36 @@ class Tuning:
         return least
 
     @lru_cache(maxsize=1024)        # noqa: B019  (of a few settings, which live as long as the process)
-    def decode_least(self, rows: int, itemsize: int) -> tuple[int, int] | None:
-        """Bytes of a key and of all keys from which on "auto" decodes so many query rows; None: it never does."""
-        float32_rows = rows * 2 if itemsize == 8 and rows > 1 else rows
-        for most, of_key, of_keys in self.decode:
-            if float32_rows <= most:
+    def decode_least(self, rows: int, itemsize: int, stored: int) -> tuple[int, int] | None:
+        """Bytes of a key and of all keys from which on "auto" decodes so many query rows, computed with items of so many bytes
+        where keys have so many `stored`; None: it never does."""
+        for most, of_key, of_keys in self.decode_half if stored == 2 else self.decode_float64 if itemsize == 8 else self.decode:
+            if rows <= most:
                 return (of_key, of_keys) if of_keys < NEVER else None
         return None
 
 
 _FUSED = Tuning(
     # below, what an item costs before its arithmetic, the horizontal sums of each score and the merging exceed the lanes that
-    # "tiled" leaves empty
-    decode=((1, 0, 0), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024)),
+    # "tiled" leaves empty; of more than 4 rows it goes through the keys a second time
+    decode=((1, 0, 0), (2, 32, 256), (4, 64, 1536), (8, 256, NEVER)),
+    decode_float64=((1, 0, 0), (2, 64, 1536), (3, 512, 4096), (4, 256, 1024 * 1024)),
+    decode_half=((1, 0, 0), (2, 32, 256), (4, 64, 1536), (5, 256, 2048), (6, 512, 4096), (8, 256, 1024 * 1024)),
     # backward and two parts prepare more before the first product
     one_part_forward=(24, 32), one_part_backward=(48, 48), two_parts_forward=(64, 64), two_parts_backward=(96, 96),
     one_part_products=TILE, two_parts_products=TILE,        # a whole tile is enough
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
-_WIDE = replace(_FUSED, decode=(        # more lanes are empty
-    (1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 256, 3072), (6, 128, 4096), (8, 256, 4096), (9, 512, 24 * 1024)))
+_WIDE_DECODE = (
+    (1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 256, 3072), (6, 128, 4096), (8, 256, 4096), (9, 512, 24 * 1024))
+_WIDE = replace(_FUSED, decode=_WIDE_DECODE, decode_half=_WIDE_DECODE,      # more lanes are empty
+                decode_float64=((1, 0, 0), (2, 32, 1024), (3, 128, 4096), (4, 256, 4096)))
+_BASELINE_DECODE = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there
-                    decode=((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024)))
+                    decode=_BASELINE_DECODE, decode_half=_BASELINE_DECODE,
+                    decode_float64=((1, 64, 0), (2, 128, 16 * 1024), (4, 256, 64 * 1024), (8, 512, 2 * 1024 * 1024)))
 DEFAULTS: Mapping[str, Tuning] = MappingProxyType({
     "baseline": _BASELINE,
     "avx2": _FUSED,             # of vectors with fused multiply-add the worst of the machines seen decided
@@ -106,10 +114,11 @@ _ON_TILES: Mapping[tuple[int, str], str] = MappingProxyType({(parts, of): f"{nam
                                                              ((1, "one_part"), (2, "two_parts"))
                                                              for of in ("forward", "backward", "products")})
 OF_PRODUCTS = ("one_part_products", "two_parts_products")
+OF_DECODE = ("decode", "decode_float64", "decode_half")
 OF_TILES = ("one_part_forward", "one_part_backward", "two_parts_forward", "two_parts_backward", *OF_PRODUCTS)
 # What the numbers of a setting are, each with the least that is taken.
 _NUMBERS: Mapping[str, tuple[tuple[str, int], ...]] = MappingProxyType({
-    "decode": (("rows", 1), ("bytes of a key", 0), ("bytes of all keys", 0)),
+    **dict.fromkeys(OF_DECODE, (("rows", 1), ("bytes of a key", 0), ("bytes of all keys", 0))),
     **{name: (("rows", 1 if name in OF_PRODUCTS else TILE[0]), ("terms" if name in OF_PRODUCTS else "keys", TILE[1]))
        for name in OF_TILES},
     "contiguous": (("tokens", 1), ("bytes of a token and head", 1), ("bytes of a head", 1)),
@@ -223,7 +232,7 @@ def _tuning(where: str, isa: str, values: object) -> Tuning:
     taken: dict[str, Any] = {}
     for name, value in given.items():
         key = f"settings.{isa}.{name}"
-        if name == "decode":
+        if name in OF_DECODE:
             taken[name] = _steps(where, key, value)
         elif name in _NUMBERS:
             taken[name] = _numbers(where, key, value, _NUMBERS[name])
@@ -237,7 +246,7 @@ def _tuning(where: str, isa: str, values: object) -> Tuning:
 def _steps(where: str, key: str, value: object) -> tuple[tuple[int, ...], ...]:
     if type(value) is not list:
         raise _wrong(where, key, "a list of steps", value)
-    steps = tuple(_numbers(where, f"{key}[{i}]", step, _NUMBERS["decode"]) for i, step in enumerate(value))
+    steps = tuple(_numbers(where, f"{key}[{i}]", step, _NUMBERS[OF_DECODE[0]]) for i, step in enumerate(value))
     rows = [step[0] for step in steps]
     if rows != sorted(set(rows)):
         raise _wrong(where, key, "steps of ascending rows", value)

@@ -818,6 +818,13 @@ static inline int FMHA_NAME(values_far)(const fmha_problem *p)
     return p->stored == FMHA_SAME && p->B * p->Hkv * p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) >= VALUES_FAR;
 }
 
+/* The distance of the rows of keys or values as a product is to fetch them beside itself: a block of few rows takes no longer than memory needs,
+ * and memory is fastest at lines that follow each other. */
+static inline ptrdiff_t FMHA_NAME(beside_by)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t ld)
+{
+    return block->rows <= BESIDE_ROWS && p->D == p->Dv && ld == p->D ? FMHA_IN_A_ROW : ld * (ptrdiff_t)sizeof(REAL);
+}
+
 /* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. Beside rows of x those are fetched,
  * ld_beside bytes apart, unless that is NULL. */
 static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
@@ -852,7 +859,7 @@ static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME
                                           const REAL *packed, const REAL *lift, REAL *s)
 {
     if (lift) fmha_keep_subnormal_operands();
-    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s, block->values, p->v.stride[2] * (ptrdiff_t)sizeof(REAL));
+    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s, block->values, FMHA_NAME(beside_by)(p, block, p->v.stride[2]));
     if (!lift) return;
     FMHA_NAME(set_control)(p);
     for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {

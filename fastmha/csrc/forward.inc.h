@@ -295,7 +295,8 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
     REAL *copy = m->copy, *converted = m->converted;
     int partly = 0, none = 1;      /* none: no sums of out yet */
     const int far = FMHA_NAME(values_far)(p);
-    const ptrdiff_t of_key = p->k.stride[2] * (ptrdiff_t)sizeof(REAL);
+    const ptrdiff_t of_key = FMHA_NAME(beside_by)(p, block, p->k.stride[2]);
+    const int keys_far = far && block->rows <= KEYS_BESIDE;
     if (first < block->j0) first = block->j0;
     if (last > block->j1) last = block->j1;
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
@@ -338,7 +339,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         } else {
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(crowded)(ld, p->Dv, block->rows), copy, &ldv);
         }
-        const int more = KEYS_BESIDE && far && start + TILE_KEYS < block->j1;
+        const int more = keys_far && start + TILE_KEYS < block->j1;
         REAL inverse[BLOCK_ROWS];
         if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {
             block->written = 1;

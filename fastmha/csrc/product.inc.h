@@ -13,6 +13,8 @@ typedef struct {
     ptrdiff_t ld;               /* bytes */
 } FMHA_NAME(results);
 
+#define FMHA_IN_A_ROW FMHA_CACHE_LINE    /* a distance of rows: they follow each other, and have the length of a's or as many vectors as b's */
+
 /* c[r][lanes] <- init + sum_k a[r, k] * b[k][lanes] for mr rows and nv vectors. The only product of
  * "tiled", and of the values of "decode". What init adds is added last: sums of sums err less than one long sum. */
 INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const int init, ptrdiff_t depth, const REAL *a, ptrdiff_t a_row,
@@ -55,7 +57,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
 #pragma GCC unroll 12
             for (int v = 0; v < nv; v++)
                 if (v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0) v_prefetch_far(beside + v * FMHA_VECTOR_BYTES);
-            beside += ld_beside;
+            beside += ld_beside == FMHA_IN_A_ROW ? nv * FMHA_VECTOR_BYTES : ld_beside;
         }
         if ((init & FMHA_FETCH_ROWS) && k % (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) == 0) {
 #pragma GCC unroll 12
@@ -63,7 +65,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
             if (beside) {
 #pragma GCC unroll 12
                 for (int r = 0; r < mr; r++) v_prefetch_far(beside + r * ld_beside);
-                beside += FMHA_CACHE_LINE;
+                beside += ld_beside == FMHA_IN_A_ROW ? mr * FMHA_CACHE_LINE : FMHA_CACHE_LINE;
             }
         }
     }
@@ -92,10 +94,13 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
 
 /* Rows of the register tile: as many sums as the registers hold. */
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
-/* What lies beside row r of a; or beside the panel of b, once. */
+/* What lies beside row r of a; or beside the panel of b, once. In a row: the first panel of b's fetches all that lies beside a, each panel its
+ * part of what lies beside b, from the first line to the last one. */
 #define BESIDE(init) \
-    (!beside ? NULL : (init) & FMHA_FETCH_ROWS ? beside + r * ld_beside : \
-     FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES : r == 0 ? beside + done * FMHA_VECTOR_BYTES : NULL)
+    (!beside ? NULL \
+     : FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES \
+     : (init) & FMHA_FETCH_ROWS ? (ld_beside != FMHA_IN_A_ROW ? beside + r * ld_beside : done ? NULL : beside + r * depth * (ptrdiff_t)sizeof(REAL)) \
+     : r > 0 ? NULL : beside + done * FMHA_VECTOR_BYTES * (ld_beside == FMHA_IN_A_ROW ? depth : 1))
 #define MICRO_AT(mr, nv) \
     FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
                      FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \

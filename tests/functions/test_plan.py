@@ -73,7 +73,7 @@ def test_the_choice_does_not_change_from_call_to_call_and_layout_to_layout(isa, 
 @dtypes
 def test_the_choice_looks_at_lengths(isa, dtype):
     assert plan(Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
-    assert plan(H=32 // np.dtype(dtype).itemsize, Hkv=1, Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
+    assert plan(H=4, Hkv=1, Lq=1, Lk=4096, D=64, dtype=dtype).algorithm == "decode"
     wide = "tiled" if _core.fused_multiply_add() else "blas"
     assert plan(Lq=64, Lk=4096, dtype=dtype).algorithm == wide
     assert plan(Lq=4096, dtype=dtype).algorithm == wide
@@ -107,13 +107,12 @@ def test_many_short_sequences_are_not_decoded(isa, dtype):
             assert chosen == sorted(chosen)
 
 
-def test_a_row_of_float64_counts_as_two_where_decode_is_chosen():
-    """Two fill as much of the vectors of "tiled" as one of float32 does."""
+def test_rows_of_float64_and_keys_of_half_precision_have_crossovers_of_their_own():
+    settings = replace(tuning.current(), decode=((4, 64, 1024),), decode_float64=((2, 64, 1024),), decode_half=((5, 64, 1024),))
     for rows in range(1, 7):
-        with tuning.using(replace(tuning.current(), decode=((4, 64, 1024),))):
-            chosen = {dtype: plan(H=rows, Hkv=1, Lq=1, Lk=100, D=64, dtype=dtype).algorithm for dtype in (np.float32, np.float64)}
-        assert (chosen[np.float32] == "decode") == (rows <= 4)
-        assert (chosen[np.float64] == "decode") == (rows <= 2)
+        with tuning.using(settings):
+            chosen = [plan(H=rows, Hkv=1, Lq=1, Lk=100, D=64, dtype=dtype).algorithm for dtype in (np.float32, np.float64, np.float16)]
+        assert [algorithm == "decode" for algorithm in chosen] == [rows <= 4, rows <= 2, rows <= 5]
 
 
 @dtypes

@@ -115,13 +115,13 @@ def test_the_bits_of_a_call_are_those_of_every_process_with_the_file(tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- wrong files
 
-KEYS = "decode, one_part_forward, one_part_backward, two_parts_forward, two_parts_backward, one_part_products, " \
-       "two_parts_products, contiguous, attention_by_blas, products_by_blas"
+KEYS = "decode, decode_float64, decode_half, one_part_forward, one_part_backward, two_parts_forward, two_parts_backward, " \
+       "one_part_products, two_parts_products, contiguous, attention_by_blas, products_by_blas"
 
 
 def put(key, value):
     """A file with one thing changed, by its path of keys."""
-    found = {"format": 2, "cpu": tuning.cpu_name(), "settings": json.loads(json.dumps({"avx2": PLAIN["avx2"]}))}
+    found = {"format": 3, "cpu": tuning.cpu_name(), "settings": json.loads(json.dumps({"avx2": PLAIN["avx2"]}))}
     *path, last = key
     at = found
     for name in path:
@@ -139,10 +139,10 @@ WRONG = {
     "deep": ("[" * 100_000, " must be JSON: ..."),
     "long": (" " * ((1 << 20) + 1), " must be a file of `fastmha tune`, got more than 1048576 bytes"),
     "no object": ("[1]", ": the file must be an object with format, cpu, settings, got [1]"),
-    "no settings": ('{"format": 2, "cpu": "x"}',
+    "no settings": ('{"format": 3, "cpu": "x"}',
                     ": the file must be an object with format, cpu, settings, got an object with format, cpu"),
-    "format": (put(("format",), 1), ": format must be 2, got 1"),
-    "truth": (put(("format",), True), ": format must be 2, got True"),
+    "format": (put(("format",), 1), ": format must be 3, got 1"),
+    "truth": (put(("format",), True), ": format must be 3, got True"),
     "cpu": (put(("cpu",), None), ": cpu must be the name of a CPU, got None"),
     "list": (put(("settings",), []), ": settings must be an object, got []"),
     "isa": (put(("settings", "sse9"), {}),
