@@ -74,26 +74,46 @@ static void FMHA_NAME(pack_panel)(int type, int transposed, ptrdiff_t depth, ptr
 #undef PACK_PANEL
 }
 
-/* panels <- op(b) (K, N), one behind the other, each of `rows` rows; b is read row by row, from end to end. */
+/* panels <- b (K, whole panels), of each `rows` rows: row by row, from end to end. */
+INLINED void FMHA_NAME(pack_whole_panels_of)(const int type, ptrdiff_t K, ptrdiff_t N, const char *b, ptrdiff_t ldb, REAL *panels, ptrdiff_t rows)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    for (ptrdiff_t k = 0; k < K; k++) {
+        const char *from = b + k * ldb * size;
+        REAL *to = panels + k * PANEL;
+        for (ptrdiff_t n = 0; n < N; n += PANEL, from += PANEL * size, to += PANEL * rows)
+#pragma GCC unroll 4
+            for (int v = 0; v < MICRO_VECTORS; v++) v_store(to + v * LANES, FMHA_NAME(stored_load)(type, from + v * LANES * size));
+    }
+}
+
+/* panels <- op(b) (K, N), one behind the other, each of `rows` rows. */
 static void FMHA_NAME(pack_panels)(int type, int transposed, ptrdiff_t K, ptrdiff_t N, const char *b, ptrdiff_t ldb, REAL *panels,
                                    ptrdiff_t rows)
 {
-    const ptrdiff_t step = transposed ? K : 1, size = FMHA_NAME(stored_size)(type);
-    for (ptrdiff_t k = 0; k < K; k += step)
-        for (ptrdiff_t n = 0; n < N; n += PANEL) {
-            ptrdiff_t columns = N - n < PANEL ? N - n : PANEL, whole = ROUND_UP(columns, LANES);
-            FMHA_NAME(pack_panel)(type, transposed, step, columns, b + (transposed ? n * ldb : k * ldb + n) * size, ldb,
-                                  panels + n * rows + k * whole, whole);
-        }
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    ptrdiff_t n = 0;
+    if (!transposed) {
+        n = N / PANEL * PANEL;
+#define PACK_PANELS(type) FMHA_NAME(pack_whole_panels_of)(type, K, n, b, ldb, panels, rows)
+        BY_STORED(PACK_PANELS)
+#undef PACK_PANELS
+    }
+    for (; n < N; n += PANEL) {
+        const ptrdiff_t columns = N - n < PANEL ? N - n : PANEL;
+        FMHA_NAME(pack_panel)(type, transposed, K, columns, b + (transposed ? n * ldb : n) * size, ldb, panels + n * rows, ROUND_UP(columns, LANES));
+    }
 }
 
-/* The same for a vector of columns, or for the first so many of them. */
+#define FEW_TOGETHER 8      /* rows of a for which b is read once */
+
+/* The same for a vector of columns, or for the first so many of them; term: of a (rows, depth). */
 INLINED void FMHA_NAME(few_vector)(const int type, const int rows, const int depth, const int fetch, const int part, int add,
-                                   ptrdiff_t ahead, ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const VEC *term,
-                                   const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc)
+                                   ptrdiff_t ahead, ptrdiff_t columns, const VEC *term, const char *b, ptrdiff_t ldb, REAL *c,
+                                   ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    VEC sum[8];
+    VEC sum[FEW_TOGETHER];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) sum[r] = !add ? v_splat(0) : part ? v_load_n(c + r * ldc, columns, 0) : v_load(c + r * ldc);
 #pragma GCC unroll 8
@@ -103,7 +123,7 @@ INLINED void FMHA_NAME(few_vector)(const int type, const int rows, const int dep
         if (fetch) v_prefetch_far(at + ahead);
         if (fetch && rows == 4) v_prefetch(at + FEW_SOON);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * (rows == 1 ? term[k] : v_splat(a[r * a_row + k * a_step]));
+        for (int r = 0; r < rows; r++) sum[r] = sum[r] + row * term[r * depth + k];
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
@@ -120,12 +140,14 @@ INLINED void FMHA_NAME(few_rows)(const int type, const int rows, const int depth
                                  ptrdiff_t ldc)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), whole = LANES * size;
-    VEC term[8];        /* of a single row, for all vectors */
+    VEC term[FEW_TOGETHER * FEW_DEPTH];         /* for all vectors: of scalars where they lie an address each would be loaded, too */
 #pragma GCC unroll 8
-    for (int k = 0; rows == 1 && k < depth; k++) term[k] = v_splat(a[k * a_step]);
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int k = 0; k < depth; k++) term[r * depth + k] = v_splat(a[r * a_row + k * a_step]);
     ptrdiff_t n = 0, part = ldb * size % whole == 0 ? -(ptrdiff_t)((uintptr_t)b / (size_t)size) & (LANES - 1) : 0;
 #define FEW_VECTOR(part, many) \
-    FMHA_NAME(few_vector)(type, rows, depth, fetch, part, add, ahead, many, a, a_row, a_step, term, b + n * size, ldb, c + n, ldc)
+    FMHA_NAME(few_vector)(type, rows, depth, fetch, part, add, ahead, many, term, b + n * size, ldb, c + n, ldc)
     if (part && part < columns) {
         FEW_VECTOR(1, part);
         n = part;
@@ -142,7 +164,7 @@ INLINED void FMHA_NAME(few_block_of)(const int type, ptrdiff_t M, ptrdiff_t N, p
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     /* Along the rows, where so many are long; else into the next ones, which lie as far ahead. */
     const int along = M == 1 ? type == FMHA_SAME : FEW_DEPTH * N * size > FEW_NEAR;
-    const int alone = type == FMHA_SAME && M == 1 && FMHA_VECTOR_BYTES == 64 && fmha_cpu_fetches;
+    const int alone = type == FMHA_SAME && M == 1 && FEW_ALONE;
     for (ptrdiff_t k = 0, depth; k < K; k += depth) {
         depth = K - k >= FEW_DEPTH ? FEW_DEPTH : 1;
         const ptrdiff_t ahead = along ? FEW_AHEAD : k + 2 * depth <= K ? depth * ldb * size : 0;
@@ -150,10 +172,13 @@ INLINED void FMHA_NAME(few_block_of)(const int type, ptrdiff_t M, ptrdiff_t N, p
             const REAL *from = a + m * a_row + k * a_step;
             const char *with = b + k * ldb * size;
             REAL *to = c + m * ldc;
-            rows = M - m >= 8 && depth > 1 ? 8 : M - m >= 4 ? 4 : M - m;
+            rows = M - m >= FEW_TOGETHER && depth > 1 ? FEW_TOGETHER : M - m >= 4 && depth == 1 ? 4 : M - m;
 #define FEW(many, deep, fetch) FMHA_NAME(few_rows)(type, many, deep, fetch, k > 0, ahead, N, from, a_row, a_step, with, ldb, to, ldc)
             switch (depth > 1 ? rows : -rows) {
-            case 8: FEW(8, FEW_DEPTH, 1); break;
+            case FEW_TOGETHER: FEW(FEW_TOGETHER, FEW_DEPTH, 1); break;
+            case 7: FEW(7, FEW_DEPTH, 1); break;
+            case 6: FEW(6, FEW_DEPTH, 1); break;
+            case 5: FEW(5, FEW_DEPTH, 1); break;
             case 4: FEW(4, FEW_DEPTH, 1); break;
             case 3: FEW(3, FEW_DEPTH, 1); break;
             case 2: FEW(2, FEW_DEPTH, 1); break;

@@ -32,15 +32,16 @@
 #define GEMM_SERVES      FMHA_OF(     8,      8,      8,      8,      8)  /* panels from which on a copy of a block of a pays */
 #define GEMM_AHEAD       FMHA_OF(     8,      8,      8,      8,      8)  /* rows of b that are fetched before they are packed: no CPU guesses such strides */
 #define FINISH_AHEAD     FMHA_OF(     4,      4,      4,      4,      4)  /* rows that the last pass fetches ahead, for the same reason */
-#define FEW_ROWS         FMHA_OF(    16,     16,     16, FEW_512,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
+#define FEW_ROWS         FMHA_OF(    16,     16,      9, FEW_512,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
 #define FEW_512          (sizeof(REAL) == 4 ? 32 : 24)
 #define FEW_PACKED       FMHA_OF(     8,      8,      1,      0,      8)  /* the same where b is packed, too, */
 #define FEW_HALF         FMHA_OF(     5,      5,      5,      5,      5)  /* and has half the bytes where it lies */
 #define FEW_OWN          FMHA_OF(     4,      4,      4,      4,      4)  /* from which on sums are not where the product is wanted, but in memory of their own */
-#define FEW_DEPTH        FMHA_OF(     8,      8,      8,      8,      8)
+#define FEW_DEPTH        FMHA_OF(     8,      8,      4,      8,      8)  /* such streams at a time */
 #define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 #define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
-#define FEW_AHEAD        FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* bytes that are fetched ahead along each row of b: of one row of a, and of several where FEW_DEPTH rows of b */
+#define FEW_AHEAD        FMHA_OF(  2048,   2048,    512,   2048,   2048)  /* bytes that are fetched ahead along each row of b: of one row of a, and of several where FEW_DEPTH rows of b */
+#define FEW_ALONE        FMHA_OF(     0,      0,      1, fmha_cpu_fetches, 0)  /* nothing is, of one row of a, where CPUs fetch so many streams by themselves */
 #define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* have more bytes than this; else the next rows of b are fetched */
 #define FEW_SOON         FMHA_OF(   192,    192,    192,    192,    192)  /* bytes along each row of b that are fetched into the first cache, too, where a has 4 rows: of fewer that gains nothing, and more wait for it themselves */
 #define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */

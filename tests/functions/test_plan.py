@@ -111,7 +111,8 @@ def test_rows_of_float64_and_keys_of_half_precision_have_crossovers_of_their_own
     settings = replace(tuning.current(), decode=((4, 64, 1024),), decode_float64=((2, 64, 1024),), decode_half=((5, 64, 1024),))
     for rows in range(1, 7):
         with tuning.using(settings):
-            chosen = [plan(H=rows, Hkv=1, Lq=1, Lk=100, D=64, dtype=dtype).algorithm for dtype in (np.float32, np.float64, np.float16)]
+            chosen = [plan(H=rows, Hkv=1, Lq=1, Lk=100, D=64, dtype=of).algorithm
+                      for of in (np.float32, np.float64, np.float16)]
         assert [algorithm == "decode" for algorithm in chosen] == [rows <= 4, rows <= 2, rows <= 5]
 
 
