@@ -36,6 +36,7 @@ ARMS = ("strided", "contiguous", "packed", "pack", "strided on lines", "packed o
 CACHES = {"D1": (49152, 12, LINE), "LL": (1048576, 16, LINE)}       # bytes, ways, bytes of a line
 KNOWN_ISAS = ("baseline", "avx2", "amx-emulated")                   # to valgrind
 PATIENCE = 300.0                # seconds until a child that does not answer is given up
+DOOR = 60.0                     # the same of ``vgdb``, which has next to nothing to do, and may wait for ever
 STARTS_A_SECOND = 3.0           # processes that start, without valgrind, in a planned second of a trial and in its share of the
                                 # child's start
 _MADDS_PER_SECOND = 17e6        # under callgrind, about: each fused multiply-add is a function call there
@@ -157,7 +158,7 @@ class Callgrind:
     def _tell(self, *commands: str) -> None:
         arguments = [part for command in commands for part in ("-c", *command.split())]
         done = subprocess.run(["vgdb", f"--pid={self.child.pid}", f"--vgdb-prefix={self.path / 'vgdb'}", "--max-invoke-ms=1",
-                               *arguments], capture_output=True, text=True, timeout=PATIENCE)
+                               *arguments], capture_output=True, text=True, timeout=DOOR)
         if done.returncode:
             raise MissingError(f"vgdb cannot reach Python under {self.version}: {(done.stderr or done.stdout).strip()[-200:]}")
 
