@@ -41,9 +41,9 @@
 #define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 #define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
 #define FEW_AHEAD        FMHA_OF(  2048,   2048,    512,   2048,   2048)  /* bytes that are fetched ahead along each row of b: of one row of a, and of several where FEW_DEPTH rows of b */
-#define FEW_ALONE        FMHA_OF(     0,      0,      1, fmha_cpu_fetches, 0)  /* nothing is, of one row of a, where CPUs fetch so many streams by themselves */
 #define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* have more bytes than this; else the next rows of b are fetched */
 #define FEW_SOON         FMHA_OF(   192,    192,    192,    192,    192)  /* bytes along each row of b that are fetched into the first cache, too, where a has 4 rows: of fewer that gains nothing, and more wait for it themselves */
+#define FEW_ALONE        FMHA_OF(     0,      0,      1, fmha_cpu_fetches, 0)  /* whether nothing is fetched ahead for one row of a, since the CPU follows so many streams by itself */
 #define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
 #define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
 

@@ -84,6 +84,15 @@ def test_the_choice_looks_at_lengths(isa, dtype):
         assert alone.algorithm == group.algorithm
 
 
+@pytest.mark.skipif("avx2" not in _core.runnable_isas(), reason="this machine has no AVX2")
+def test_avx2_decodes_four_rows_and_eight_where_keys_are_of_half_precision():
+    with selected("avx2"):
+        for dtype, most in ((np.float32, 4), (np.float64, 4), (np.float16, 8)):
+            for rows in range(1, 12):
+                found = plan(H=rows, Hkv=1, Lq=1, Lk=10**6, D=128, dtype=dtype).algorithm
+                assert found == ("decode" if rows <= most else "tiled")
+
+
 @pytest.mark.skipif("avx512" not in _core.runnable_isas(), reason="this machine has no AVX-512")
 def test_rows_that_fill_a_vector_are_not_decoded_however_long_the_keys():
     with selected("avx512"):
