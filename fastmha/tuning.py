@@ -91,10 +91,11 @@ _FUSED = Tuning(
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
-_WIDE_DECODE = (
-    (1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 256, 3072), (6, 128, 4096), (8, 256, 4096), (9, 512, 24 * 1024))
-_WIDE = replace(_FUSED, decode=_WIDE_DECODE, decode_half=_WIDE_DECODE,      # more lanes are empty
-                decode_float64=((1, 0, 0), (2, 32, 1024), (3, 128, 4096), (4, 256, 4096)))
+# more lanes are empty; of 5 to 8 rows of float32 two keys share them
+_WIDE = replace(_FUSED, decode=((1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (8, 256, NEVER)),
+                decode_float64=((1, 0, 0), (2, 32, 1024), (3, 128, 4096), (4, 256, 4096)),
+                decode_half=((1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 256, 3072), (6, 128, 4096), (8, 256, 4096),
+                             (9, 512, 24 * 1024)))
 _BASELINE_DECODE = ((1, 64, 0), (2, 128, 2048), (4, 128, 16 * 1024), (8, 256, 64 * 1024), (16, 512, 2 * 1024 * 1024))
 _BASELINE = replace(_FUSED, attention_by_blas=not _core.BASELINE_FUSES,     # BLAS chooses its kernels by the CPU, and may have
                     products_by_blas=not _core.BASELINE_FUSES,              # fused multiply-add there

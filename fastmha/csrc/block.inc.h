@@ -835,6 +835,12 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
         FMHA_NAME(few_scores)(block->rows, queries, ld, n, depth, x, ldx, packed, &block->few, s);
         return;
     }
+#if SCORES_OF_PAIRS
+    if (!banded && block->rows <= PAIRED_ROWS) {
+        FMHA_NAME(product_pairs)(n, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
+        return;
+    }
+#endif
     if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
         FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, ld,

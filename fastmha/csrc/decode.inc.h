@@ -12,13 +12,16 @@ typedef struct {
     const char *then;           /* what is fetched beside values alone: rows of keys, or NULL */
 } FMHA_NAME(ahead);
 
+/* Keys and values of types that are computed with often; of the others neither turns nor sums of many widths pay for their code. */
+#define DECODE_USUAL(type) ((type) == FMHA_SAME || (FMHA_REAL == 32 && (type) != FMHA_OTHER))
+
 /* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
  * there are many registers, of a single row all those that are left. Of values alone, where there is no room for scores: DECODE_ALONE. */
-#define DECODE_ALL (DECODE_SUMMED >= 16)
-#define DECODE_ALONE_VECTORS(many, vectors) \
-    ((many) > 2 && DECODE_ALONE > DECODE_SUMMED && (vectors) >= DECODE_ALONE / (many) ? DECODE_ALONE / (many) : DECODE_VECTORS(many, vectors))
-#define DECODE_VECTORS(many, vectors) \
-    (DECODE_ALL && (many) == 1 && (vectors) >= 16 ? 16 : DECODE_ALL && (many) == 1 && (vectors) <= 8 ? (vectors) \
+#define DECODE_ALL(type, many) (DECODE_SUMMED >= 16 && (many) == 1 && DECODE_USUAL(type))
+#define DECODE_ALONE_VECTORS(type, many, vectors) \
+    ((many) > 2 && DECODE_ALONE > DECODE_SUMMED && (vectors) >= DECODE_ALONE / (many) ? DECODE_ALONE / (many) : DECODE_VECTORS(type, many, vectors))
+#define DECODE_VECTORS(type, many, vectors) \
+    (DECODE_ALL(type, many) && (vectors) >= 16 ? 16 : DECODE_ALL(type, many) && (vectors) <= 8 ? (vectors) \
      : (vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
 
 /* Where a CPU fetches what follows by itself, and farther than a program that asks for every line, of more keys than `most`: see
@@ -28,7 +31,7 @@ static int FMHA_NAME(vectors_along)(const fmha_problem *p, ptrdiff_t rows, ptrdi
     if (rows != 1 || p->B * p->Hkv * p->Lk <= most || p->D != p->Dv || p->D % LANES != 0) return 0;
     if (p->k.stride[2] != p->D || p->v.stride[2] != p->Dv || p->D * FMHA_NAME(stored_size)(p->stored) < DECODE_LONG) return 0;
     const ptrdiff_t vectors = p->D / LANES;
-    return DECODE_VECTORS(1, vectors) == vectors ? (int)vectors : 0;
+    return DECODE_VECTORS(p->stored, 1, vectors) == vectors ? (int)vectors : 0;
 }
 
 static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
@@ -359,7 +362,7 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
         return;
     }
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
-        nv = what == FMHA_NAME(in_turns) && done == 0 && !several ? DECODE_VECTORS(many, vectors) : DECODE_ALONE_VECTORS(many, vectors - done);
+        nv = what == FMHA_NAME(in_turns) && done == 0 && !several ? DECODE_VECTORS(type, many, vectors) : DECODE_ALONE_VECTORS(type, many, vectors - done);
         if (done > 0 && from.whole) from.fetched = 0;       /* they are, by the first of these */
         if (done == 0 && nv < vectors && type == FMHA_SAME && from.close) from.whole = fmha_parts(Dv * size, FMHA_CACHE_LINE);
 #define PASS(n) \
@@ -371,13 +374,13 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
         FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone) || from.close, keys, Dv - done * LANES, &from, weights, out + done * LANES, \
                              ldo, shrink); \
     }
-        if (DECODE_ALL && many == 1 && nv == 16) { PASS(16); }
+        if (DECODE_ALL(type, many) && nv == 16) { PASS(16); }
         else if (DECODE_SUMMED >= 8 * many && nv == 8) { PASS(8); }
-        else if (DECODE_ALL && many == 1 && nv == 7) { PASS(7); }
-        else if (DECODE_ALL && many == 1 && nv == 6) { PASS(6); }
-        else if (DECODE_ALL && many == 1 && nv == 5) { PASS(5); }
+        else if (DECODE_ALL(type, many) && nv == 7) { PASS(7); }
+        else if (DECODE_ALL(type, many) && nv == 6) { PASS(6); }
+        else if (DECODE_ALL(type, many) && nv == 5) { PASS(5); }
         else if (DECODE_ALONE >= 4 * many && nv == 4) { PASS(4); }
-        else if (((DECODE_ALL && many == 1) || (many == 4 && DECODE_ALONE == 12)) && nv == 3) { PASS(3); }
+        else if ((DECODE_ALL(type, many) || (many == 4 && DECODE_ALONE == 12)) && nv == 3) { PASS(3); }
         else if (nv == 2) { PASS(2); }
         else { PASS(1); }
 #undef PASS
@@ -398,11 +401,18 @@ typedef void (*FMHA_NAME(pass))(PASS_TAKES);
     {FMHA_NAME(what##_##type##_1), FMHA_NAME(what##_##type##_2), FMHA_NAME(what##_##type##_3), FMHA_NAME(what##_##type##_4)}
 PASSES(scores_alone, FMHA_SAME) PASSES(scores_alone, FMHA_HALF) PASSES(scores_alone, FMHA_BFLOAT) PASSES(scores_alone, FMHA_OTHER)
 PASSES(values_alone, FMHA_SAME) PASSES(values_alone, FMHA_HALF) PASSES(values_alone, FMHA_BFLOAT) PASSES(values_alone, FMHA_OTHER)
-PASSES(in_turns, FMHA_SAME) PASSES(in_turns, FMHA_HALF) PASSES(in_turns, FMHA_BFLOAT)
-static const FMHA_NAME(pass) FMHA_NAME(passes)[3][4][DECODE_TOGETHER] = {        /* what, type (in turns without the last), rows */
+PASSES(in_turns, FMHA_SAME)
+#if FMHA_REAL == 32
+PASSES(in_turns, FMHA_HALF) PASSES(in_turns, FMHA_BFLOAT)
+#endif
+static const FMHA_NAME(pass) FMHA_NAME(passes)[3][4][DECODE_TOGETHER] = {        /* what, type (in turns DECODE_USUAL ones), rows */
     {NAMES(scores_alone, FMHA_SAME), NAMES(scores_alone, FMHA_HALF), NAMES(scores_alone, FMHA_BFLOAT), NAMES(scores_alone, FMHA_OTHER)},
     {NAMES(values_alone, FMHA_SAME), NAMES(values_alone, FMHA_HALF), NAMES(values_alone, FMHA_BFLOAT), NAMES(values_alone, FMHA_OTHER)},
+#if FMHA_REAL == 32
     {NAMES(in_turns, FMHA_SAME), NAMES(in_turns, FMHA_HALF), NAMES(in_turns, FMHA_BFLOAT)},
+#else
+    {NAMES(in_turns, FMHA_SAME)},
+#endif
 };
 #undef NAMES
 #undef PASSES
@@ -487,7 +497,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     }
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
-    const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && p->stored != FMHA_OTHER;
+    const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && DECODE_USUAL(p->stored);
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
         REAL *scores = m->scores, *after = m->after;
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS, ready = m->ready;

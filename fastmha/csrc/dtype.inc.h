@@ -126,6 +126,9 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef NEGATIVE_INFINITY
 #undef LANES
 #undef LANE_NUMBERS
+#undef HAVE_PAIRS
+#undef PAIRS_ABREAST
+#undef SCORES_OF_PAIRS
 #undef HAVE_SHUFFLES
 #undef BIT
 #undef SHUFFLED_LANE

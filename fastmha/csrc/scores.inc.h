@@ -1,4 +1,5 @@
-/* Scores of few query rows: lanes are those of the width, and a score is the sum over them. With lanes of rows most would be empty. */
+/* Scores of few query rows: lanes are those of the width, and a score is the sum over them, since with lanes of rows most would be empty; of
+ * some more, two keys share a vector of rows. */
 
 /* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the scores.
  * Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all lines of each; or,
@@ -146,3 +147,83 @@ static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t l
         }
     }
 }
+
+/* Rows that fill half of a vector at most, with lanes of rows: in a product half of the lanes would be empty, and a broadcast of each element of a
+ * key is what it takes the longest for. Instead lanes 2r and 2r + 1 are row r with two keys, whose elements are copied beside each other, and a
+ * broadcast and a multiplication serve both. Each score is the same sum as there, term by term: the same bits. */
+#if HAVE_PAIRS && PAIRED_ROWS
+#define SCORES_OF_PAIRS 1
+#define PAIRS_ABREAST (MICRO_SUMS / 2)
+_Static_assert(2 * PAIRED_ROWS <= LANES, "two keys share a vector");
+
+/* scores^T (keys, LANES), rows lds apart, <- x (keys, depth) @ packed^T (depth, LANES) of so many pairs of keys, the last of which may be a single
+ * one. Beside rows of x those are fetched, ld_beside bytes apart, unless that is NULL: some at each step, since memory is fastest where it is
+ * asked evenly. */
+INLINED void FMHA_NAME(score_pairs)(const int pairs, ptrdiff_t keys, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
+                                    ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
+{
+    VEC sum[PAIRS_ABREAST];
+    REAL both[PAIRS_ABREAST][2 * LANES];
+#pragma GCC unroll 12
+    for (int e = 0; e < pairs; e++) sum[e] = v_splat(0);
+    for (ptrdiff_t d = 0; d < depth; d += LANES) {
+        const ptrdiff_t items = depth - d < LANES ? depth - d : LANES, next = keys * ldx;
+        const REAL *a = x + d;
+        REAL *to = both[0];
+#define MIX(load) \
+    _Pragma("GCC unroll 1") \
+    for (int e = 0; e < pairs; e++, a += 2 * ldx, to += 2 * LANES) { \
+        const REAL *b = a + (2 * e + 1 < keys ? ldx : 0); \
+        const VEC first = load(a), second = load(b); \
+        v_prefetch(a + next); \
+        v_prefetch(b + next); \
+        v_store(to, FMHA_NAME(pairs_of)(first, second, 0)); \
+        v_store(to + LANES, FMHA_NAME(pairs_of)(first, second, 1)); \
+    }
+#define LOAD_PART(from) v_load_n(from, items, 0)
+        if (items == LANES) MIX(v_load)
+        else MIX(LOAD_PART)
+#undef LOAD_PART
+#undef MIX
+        const ptrdiff_t step = ld_beside == FMHA_IN_A_ROW ? FMHA_CACHE_LINE : ld_beside;
+        const char *later = beside;
+        for (ptrdiff_t i = 0; i < items; i++) {
+            const VEC query = FMHA_NAME(twice)(v_load(packed + (d + i) * ldq));
+            if (later && 2 * i < keys) {
+                v_prefetch_far(later);
+                v_prefetch_far(later + step);
+                later += 2 * step;
+            }
+#pragma GCC unroll 12
+            for (int e = 0; e < pairs; e++) sum[e] = v_sum(sum[e], FMHA_NAME(splat_pair)(both[e] + 2 * i), query);
+        }
+        if (beside) beside += ld_beside == FMHA_IN_A_ROW ? keys * FMHA_CACHE_LINE : FMHA_CACHE_LINE;
+    }
+#pragma GCC unroll 12
+    for (int e = 0; e < pairs; e++) {
+        v_store(s + 2 * e * lds, FMHA_NAME(of_pairs)(sum[e], 0));
+        if (2 * e + 1 < keys) v_store(s + (2 * e + 1) * lds, FMHA_NAME(of_pairs)(sum[e], 1));
+    }
+}
+
+/* The same of n keys. */
+static __attribute__((noinline)) void FMHA_NAME(product_pairs)(ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
+    ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
+{
+    const ptrdiff_t of_row = ld_beside == FMHA_IN_A_ROW ? depth * (ptrdiff_t)sizeof(REAL) : ld_beside;
+#define SCORE_PAIRS(pairs, many) \
+    FMHA_NAME(score_pairs)(pairs, many, depth, x + k * ldx, ldx, packed, ldq, s + k * lds, lds, beside ? beside + k * of_row : NULL, ld_beside)
+    ptrdiff_t k = 0;
+    for (; k + 2 * PAIRS_ABREAST <= n; k += 2 * PAIRS_ABREAST) SCORE_PAIRS(PAIRS_ABREAST, 2 * PAIRS_ABREAST);
+    for (; k + 8 <= n; k += 8) SCORE_PAIRS(4, 8);
+    switch ((n - k + 1) / 2) {
+    case 4: SCORE_PAIRS(4, n - k); break;
+    case 3: SCORE_PAIRS(3, n - k); break;
+    case 2: SCORE_PAIRS(2, n - k); break;
+    case 1: SCORE_PAIRS(1, n - k);
+    }
+#undef SCORE_PAIRS
+}
+#else
+#define SCORES_OF_PAIRS 0
+#endif

@@ -73,6 +73,7 @@
 #define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
 
 #define EXP_CHAINS       FMHA_OF(     4,      8,      4,      8,      4)  /* vectors whose exponentials are taken in step: as many as registers hold */
+#define PAIRED_ROWS      FMHA_OF(     0,      0,      0,      8,      0)  /* rows of a block up to which two keys share a vector in products with float32 keys: half of one at most. Where fewer fit "decode" takes them */
 #define KEYS_BESIDE      FMHA_OF(    64,     64,     32,     64,     64)  /* rows of a block up to which the keys of the next tile are fetched there beside values: with AVX2 on Zen 3 those of more rows wait for their own lines, and the product takes 1.1 times as long */
 #define BESIDE_ROWS      FMHA_OF(    32,     32,     32,     32,     32)  /* rows of a block up to which memory is what it waits for: keys and values whose rows follow each other are fetched line after line, since memory delivers these 1.3 times as fast */
 #define PADDED_BLOCKS    FMHA_OF(     1,      1,      1,      0,      0)  /* whether rows of scores^T and of transposed operands lie an odd number of cache lines apart: an even one, times the rows of a sum, is more than the few sets hold that they share. Of AMX and of its emulation, whose tiles read them as they are, they do not */

@@ -528,6 +528,46 @@ static inline VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 }
 #endif
 
+/* Pairs of numbers in neighbouring lanes: those that a and b have at the same places, first of the lower lanes, then of the upper ones; each of the
+ * lower lanes twice; a pair again and again; and the first or the second ones of all pairs, in the lower lanes. */
+#if HAVE_SHUFFLES && FMHA_REAL == 32
+#define HAVE_PAIRS 1
+INLINED VEC FMHA_NAME(pairs_of)(VEC a, VEC b, const int upper)
+{
+#define LOWER(l, size, many) (((l) >> 1) + BIT(l, 1, many))
+#define UPPER(l, size, many) (((l) >> 1) + ((many) >> 1) + BIT(l, 1, many))
+    return upper ? SHUFFLED(a, b, UPPER, 1) : SHUFFLED(a, b, LOWER, 1);
+#undef LOWER
+#undef UPPER
+}
+
+INLINED VEC FMHA_NAME(twice)(VEC value)
+{
+#define HALF_OF(l, size, many) ((l) >> 1)
+    return SHUFFLED(value, value, HALF_OF, 1);
+#undef HALF_OF
+}
+
+INLINED VEC FMHA_NAME(splat_pair)(const REAL *pair)
+{
+    typedef double pairs __attribute__((vector_size(FMHA_VECTOR_BYTES)));
+    double both;
+    memcpy(&both, pair, sizeof both);
+    return (VEC)(both - (pairs){0});
+}
+
+INLINED VEC FMHA_NAME(of_pairs)(VEC value, const int second)
+{
+#define FIRST(l, size, many) ((2 * (l)) & ((many) - 1))
+#define SECOND(l, size, many) (FIRST(l, size, many) + 1)
+    return second ? SHUFFLED(value, value, SECOND, 1) : SHUFFLED(value, value, FIRST, 1);
+#undef FIRST
+#undef SECOND
+}
+#else
+#define HAVE_PAIRS 0
+#endif
+
 /* Sums over lanes of many vectors: of vectors 2i and 2i + 1 one is made, and so on, with twice the bit, until all n are row[0]. From bit 1
  * on, LANES vectors leave the sum of vector i in lane i. */
 INLINED void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)

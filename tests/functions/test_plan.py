@@ -84,23 +84,17 @@ def test_the_choice_looks_at_lengths(isa, dtype):
         assert alone.algorithm == group.algorithm
 
 
-@pytest.mark.skipif("avx2" not in _core.runnable_isas(), reason="this machine has no AVX2")
-def test_avx2_decodes_four_rows_and_eight_where_keys_are_of_half_precision():
-    with selected("avx2"):
-        for dtype, most in ((np.float32, 4), (np.float64, 4), (np.float16, 8)):
+@pytest.mark.parametrize(("vectors", "most_of_half"), [("avx2", 8), ("avx512", 9)])
+def test_four_rows_are_decoded_however_long_the_keys_and_more_where_these_are_of_half_precision(vectors, most_of_half):
+    if vectors not in _core.runnable_isas():
+        pytest.skip(f"this machine has no {vectors}")
+    with selected(vectors):
+        for dtype, most in ((np.float32, 4), (np.float64, 4), (np.float16, most_of_half)):
             for rows in range(1, 12):
-                found = plan(H=rows, Hkv=1, Lq=1, Lk=10**6, D=128, dtype=dtype).algorithm
-                assert found == ("decode" if rows <= most else "tiled")
-
-
-@pytest.mark.skipif("avx512" not in _core.runnable_isas(), reason="this machine has no AVX-512")
-def test_rows_that_fill_a_vector_are_not_decoded_however_long_the_keys():
-    with selected("avx512"):
-        for Lq, wanted in ((9, "decode"), (10, "tiled"), (16, "tiled"), (17, "tiled"), (64, "tiled")):
-            found = plan(Lq=Lq, Lk=10**6, D=128)
-            assert found.algorithm == wanted
-            assert "needs more bytes of keys" not in found.reasons["decode"]
-        assert "needs more bytes of keys" in plan(Lq=9, Lk=2, D=128).reasons["decode"]
+                found = plan(H=rows, Hkv=1, Lq=1, Lk=10**6, D=128, dtype=dtype)
+                assert found.algorithm == ("decode" if rows <= most else "tiled")
+                assert "needs more bytes of keys" not in found.reasons["decode"]
+        assert "needs more bytes of keys" in plan(Lq=4, Lk=1, D=128).reasons["decode"]
 
 
 @dtypes
