@@ -356,8 +356,10 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
                 FMHA_NAME(product_columns_results)(own, many, a, lds, b, ldv, result, run->out.stride[2], inverse + q, &block->results);
                 continue;
             }
-            if (many && none) FMHA_NAME(product_columns_first)(own, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
-            else if (many) FMHA_NAME(product_columns)(own, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
+            /* 8 rows are one register tile, 7 are two: what an empty lane gives lies behind them, where nobody looks. */
+            const ptrdiff_t taken = own == 7 && LANES >= 8 ? 8 : own;
+            if (many && none) FMHA_NAME(product_columns_first)(taken, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
+            else if (many) FMHA_NAME(product_columns)(taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
             else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
         }
         none = 0;
