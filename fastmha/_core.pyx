@@ -5,6 +5,7 @@ and the "blas" algorithm loops over heads. No checks of user input here: `fastmh
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_Occurred
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.math cimport INFINITY, sqrt
 from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport int64_t, uint16_t, uint64_t, uintptr_t
@@ -18,16 +19,17 @@ from fastmha._kernels cimport (
     FMHA_GELU_TANH, FMHA_HALF, FMHA_HALF_COST, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE,
     FMHA_NO_ACTIVATION, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_QUARTER_COST, FMHA_RELU,
     FMHA_RESULTS, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS, FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS,
-    FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED, FMHA_WHOLE, check_signals, fmha_array, fmha_ask_large_pages, fmha_backward_cut,
-    fmha_backward_split, fmha_blas_enter, fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin,
-    fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind, fmha_blas_threads_bound, fmha_block, fmha_block_keys,
-    fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_chunks, fmha_cpu_fetches, fmha_cut, fmha_dealt,
-    fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals, fmha_folded_scale, fmha_forward_blocks,
-    fmha_forward_cut, fmha_free_blocks, fmha_heads_cut, fmha_isa_name, fmha_isa_runs, fmha_item, fmha_item_of, fmha_items,
-    fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_list_blocks, fmha_mask_cut, fmha_mask_ranges,
-    fmha_matrices_cut, fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_deal, fmha_pool_lost, fmha_pool_run,
-    fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run, fmha_runs_left, fmha_set_control,
-    fmha_split, fmha_task, fmha_tile_product, fmha_valid_keys, fmha_waiting_chunks,
+    FMHA_TENSORS_MAJOR, FMHA_TENSOR_BFLOAT, FMHA_TENSOR_FLOAT, FMHA_TENSOR_ON_CPU, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED,
+    FMHA_WHOLE, check_signals, fmha_array, fmha_ask_large_pages, fmha_backward_cut, fmha_backward_split, fmha_blas_enter,
+    fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind,
+    fmha_blas_threads_bound, fmha_block, fmha_block_keys, fmha_blocks, fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads,
+    fmha_chunks, fmha_cpu_fetches, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_finish, fmha_finish_at, fmha_flush_subnormals,
+    fmha_folded_scale, fmha_forward_blocks, fmha_forward_cut, fmha_free_blocks, fmha_heads_cut, fmha_isa_name, fmha_isa_runs,
+    fmha_item, fmha_item_of, fmha_items, fmha_keep_subnormal_operands, fmha_kernels, fmha_kernels_of, fmha_list_blocks,
+    fmha_mask_cut, fmha_mask_ranges, fmha_matrices_cut, fmha_norm, fmha_of_keys, fmha_pool_ask, fmha_pool_deal,
+    fmha_pool_lost, fmha_pool_run, fmha_pool_shutdown, fmha_pool_stopped, fmha_pool_workers, fmha_problem, fmha_run,
+    fmha_runs_left, fmha_set_control, fmha_split, fmha_task, fmha_tensor, fmha_tensors, fmha_tile_product, fmha_valid_keys,
+    fmha_waiting_chunks,
 )
 
 
@@ -165,6 +167,47 @@ cdef bint read_heads(object array, fmha_array *to, ptrdiff_t *shape, ptrdiff_t i
             and (<size_t>view.buf | <size_t>low) % <size_t>itemsize == 0)
     PyBuffer_Release(&view)
     return fits
+
+
+cdef const fmha_tensors *tensor_table = NULL
+cdef object tensor_type = None, tensor_array = None, tensor_bfloat = None
+
+
+def bind_tensors(kind, table, array, bfloat):
+    """Let heads be tensors of a library: their type, its table of DLPack's C functions, what makes an array of one, of bfloat16
+    as uint16, and the dtype of bfloat16 or None. Of a table that is not the one known here none are."""
+    global tensor_table, tensor_type, tensor_array, tensor_bfloat
+    cdef const fmha_tensors *found = <const fmha_tensors *>PyCapsule_GetPointer(table, "dlpack_exchange_api")
+    if found.major == FMHA_TENSORS_MAJOR and found.look != NULL:
+        tensor_table, tensor_type, tensor_array, tensor_bfloat = found, kind, array, bfloat
+
+
+cdef object read_tensor(x, fmha_array *to, ptrdiff_t *shape):
+    """As `read_heads` of heads (B, heads, L, width) that are a tensor. Returns their dtype, or None where they are not what that
+    asks for."""
+    cdef fmha_tensor of
+    cdef int axis
+    cdef ptrdiff_t least = LONG, most = 0
+    try:
+        tensor_table.look(<void *>x, &of)
+    except Exception:       # it is in no memory: sparse, nested, a shape alone
+        return None
+    if of.axes != 4 or of.device != FMHA_TENSOR_ON_CPU or of.lanes != 1 or of.data == NULL or x.is_neg():
+        return None         # the last: a sign that is in no memory
+    element = None
+    if of.kind == FMHA_TENSOR_BFLOAT and of.bits == 16:
+        element = tensor_bfloat
+    elif of.kind == FMHA_TENSOR_FLOAT:
+        element = SINGLE if of.bits == 32 else DOUBLE if of.bits == 64 else HALF if of.bits == 16 else None
+    if element is None:
+        return None
+    for axis in range(4):
+        shape[axis] = of.shape[axis]
+        least, most = min(least, shape[axis]), max(most, shape[axis])
+        to.stride[axis] = of.stride[axis] if shape[axis] != 1 else 0
+    to.data = of.data + of.offset
+    aligned = <size_t>to.data % (of.bits // 8) == 0
+    return element if aligned and 0 < least and most < LONG and to.stride[3] == (shape[3] != 1) else None
 
 
 cdef char *pointer(object array, bint writable) except? NULL:
@@ -465,7 +508,7 @@ cdef class Problem:
     cdef readonly object dtype, bool_mask, additive_mask
     cdef object heads           # (q, k, v), by length: with the second and third axis swapped; None: made once asked for, of
     cdef object rows, slots     # what `side_by_side` takes
-    cdef bint by_length
+    cdef bint by_length, tensors                                        # or q, k, v are tensors, of which arrays are made then
     cdef public str layout
     cdef public object bytes_copied, element, stored, precision
 
@@ -524,21 +567,47 @@ cdef class Problem:
         if not (read_heads(q, &p.c.q, of_q, size, by_length) and read_heads(k, &p.c.k, of_k, size, by_length)
                 and read_heads(v, &p.c.v, of_v, size, by_length)):
             return None
-        if of_k[0] != of_q[0] or of_v[0] != of_q[0] or of_v[1] != of_k[1] or of_v[2] != of_k[2] or of_k[3] != of_q[3]:
+        if not p.read_plain(of_q, of_k, of_v, element if named is None else named):
             return None
-        if of_k[1] != of_q[1] and of_q[1] % of_k[1] != 0:
-            return None
-        p.c.B, p.c.H, p.c.Lq, p.c.D = of_q[0], of_q[1], of_q[2], of_q[3]
-        p.c.Hkv, p.c.Lk, p.c.Dv = of_k[1], of_k[2], of_v[3]
-        p.c.element = p.c.stored = FMHA_SAME if size > 2 else FMHA_HALF if named is None else FMHA_BFLOAT
-        p.c.left = p.c.right = FMHA_UNBOUNDED
-        p.c.scale = 1 / sqrt(<double>p.c.D)
-        p.is_double, p.dtype = size == 8, SINGLE if size == 2 else element
-        p.itemsize, p.element_size, p.stored_size = 8 if size == 8 else 4, size, size
-        p.element = p.stored = element if named is None else named
         p.heads, p.by_length, p.layout = (q, k, v), by_length, "BLHD" if by_length else "BHLD"
-        p.keep, p.bytes_copied = NO_RULES, 0
         return p
+
+    @staticmethod
+    def of_tensors(q, k, v, bint grouped):
+        """The same of tensors of `bind_tensors`, by head; None also where heads are in groups and this is not `grouped`. Arrays
+        they become once one is asked for."""
+        cdef ptrdiff_t of_q[4]
+        cdef ptrdiff_t of_k[4]
+        cdef ptrdiff_t of_v[4]
+        if type(q) is not tensor_type or type(k) is not tensor_type or type(v) is not tensor_type:
+            return None
+        cdef Problem p = Problem.__new__(Problem)
+        element = read_tensor(q, &p.c.q, of_q)
+        if element is None or read_tensor(k, &p.c.k, of_k) is not element or read_tensor(v, &p.c.v, of_v) is not element:
+            return None
+        if not (p.read_plain(of_q, of_k, of_v, element) and (grouped or p.c.H == p.c.Hkv)):
+            return None
+        p.heads, p.tensors, p.layout = (q, k, v), True, "BHLD"
+        return p
+
+    cdef bint read_plain(self, const ptrdiff_t *of_q, const ptrdiff_t *of_k, const ptrdiff_t *of_v, element):
+        """Whether heads of these shapes go together; then all but where they lie is known, without rules."""
+        if of_k[0] != of_q[0] or of_v[0] != of_q[0] or of_v[1] != of_k[1] or of_v[2] != of_k[2] or of_k[3] != of_q[3]:
+            return False
+        if of_k[1] != of_q[1] and of_q[1] % of_k[1] != 0:
+            return False
+        self.c.B, self.c.H, self.c.Lq, self.c.D = of_q[0], of_q[1], of_q[2], of_q[3]
+        self.c.Hkv, self.c.Lk, self.c.Dv = of_k[1], of_k[2], of_v[3]
+        same = element is SINGLE or element is DOUBLE
+        self.c.element = self.c.stored = FMHA_SAME if same else FMHA_HALF if element is HALF else FMHA_BFLOAT
+        self.c.left = self.c.right = FMHA_UNBOUNDED
+        self.c.scale = 1 / sqrt(<double>self.c.D)
+        self.is_double, self.dtype = element is DOUBLE, element if same else SINGLE
+        self.itemsize = 8 if self.is_double else 4
+        self.element_size = self.stored_size = size_of(self.c.element, self.itemsize)
+        self.element = self.stored = element
+        self.keep, self.bytes_copied = NO_RULES, 0
+        return True
 
     def under(self, tuple rules):
         """Itself, under rules that are what `__init__` takes behind q, k and v."""
@@ -654,6 +723,8 @@ cdef class Problem:
             self.heads = views(self.rows, self.slots, &self.c)
         if self.by_length:
             self.heads, self.by_length = tuple([x.transpose(0, 2, 1, 3) for x in self.heads]), False
+        if self.tensors:
+            self.heads, self.tensors = tuple([tensor_array(x) for x in self.heads]), False
         return self.heads
 
     @property

@@ -1,6 +1,6 @@
 """What the Cython glue sees of the C kernels: the declarations of csrc/*.h, in their order."""
 from libc.stddef cimport ptrdiff_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
 cdef extern from "csrc/items.h" nogil:
@@ -232,3 +232,23 @@ cdef extern from "csrc/blas_threads.h" nogil:
     void fmha_blas_item_begin()
     void fmha_blas_item_end()
     int fmha_blas_held()
+
+cdef extern from "csrc/tensors.h":
+    ctypedef struct fmha_tensor:
+        char *data
+        int32_t device, axes
+        uint8_t kind, bits
+        uint16_t lanes
+        const int64_t *shape
+        const int64_t *stride
+        uint64_t offset
+
+    ctypedef struct fmha_tensors:
+        uint32_t major
+        int (*look)(void *, fmha_tensor *) except -1
+
+    enum:
+        FMHA_TENSORS_MAJOR
+        FMHA_TENSOR_ON_CPU
+        FMHA_TENSOR_FLOAT
+        FMHA_TENSOR_BFLOAT

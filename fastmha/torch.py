@@ -13,7 +13,7 @@ from warnings import warn
 
 import numpy as np
 
-from fastmha import algorithms, capture, threads, validate
+from fastmha import _core, algorithms, capture, threads, validate
 from fastmha._core import Problem
 from fastmha.algorithms import AUTO
 from fastmha.planning import choose
@@ -103,30 +103,37 @@ def scaled_dot_product_attention(
                                      dropout_p, is_causal, scale, enable_gqa, fallback=fallback)
     if torch.is_autocast_enabled("cpu"):
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    reason = not_served(query, key, value, attn_mask)
-    if reason:
-        if not fallback:
-            raise TypeError(f"{reason}; with fallback=True PyTorch computes it")
-        if not torch.compiler.is_compiling() and reason not in _said:
-            _said.add(reason)
-            warn(f"fastmha.torch leaves a call to PyTorch: {reason}", stacklevel=2)
-        return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    problem = None      # of the usual operands, about which nothing is to be asked
+    if attn_mask is None and not torch.compiler.is_compiling():
+        problem = Problem.of_tensors(query, key, value, enable_gqa)
+    leading, q, k, v, mask = None, query, key, value, attn_mask
+    if problem is None:
+        reason = not_served(query, key, value, attn_mask)
+        if reason:
+            if not fallback:
+                raise TypeError(f"{reason}; with fallback=True PyTorch computes it")
+            if not torch.compiler.is_compiling() and reason not in _said:
+                _said.add(reason)
+                warn(f"fastmha.torch leaves a call to PyTorch: {reason}", stacklevel=2)
+            return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal and attn_mask are given: PyTorch takes one of them; let the mask remove what lies ahead")
     if scale is not None and isinstance(scale, Tensor):     # a number, to torch
         scale = _number(scale)
-    leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
     if scale is None and not dropout_p and (not is_causal or q.shape[2] == k.shape[2]):
         rules = CAUSAL if is_causal else NO_RULES
     else:
         rules = Rules(is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
-    out = attend(q, k, v, mask, None, rules)
+    out = attend(q, k, v, mask, None, rules, problem)
     return out if leading is None else out.reshape(leading + out.shape[-2:])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules,
+           problem: Problem | None = None) -> Tensor:
     """(B, H, Lq, Dv), with gradients of all tensors, from (B, H, Lq, D), (B, Hkv, Lk, D) and (B, Hkv, Lk, Dv) that `not_served`
-    has nothing against; mask of 4 axes as torch means it; what else is to hold in rules, whose mask, sinks and seed are None."""
+    has nothing against; mask of 4 axes as torch means it; what else is to hold in rules, whose mask, sinks and seed are None.
+    problem: of the three, without rules, where somebody has it."""
     if rules.dropout == 1:      # all weights are 0, to torch
         return attend(q, k, v, mask, sinks, rules._replace(dropout=0.0)) * 0
     seed = torch.randint(0, 2**63 - 1, (), dtype=torch.int64) if rules.dropout else None
@@ -142,7 +149,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor |
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
                                     or (mask is not None and mask.requires_grad) or (sinks is not None and sinks.requires_grad)):
         return _Eager.apply(q, k, v, mask, sinks, seed, rules)
-    return _forward(q, k, v, mask, sinks, seed, rules, False)[0]
+    return _forward(q, k, v, mask, sinks, seed, rules, False, problem)[0]
 
 
 def weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, rules: Rules) -> Tensor:
@@ -188,12 +195,6 @@ def patch() -> Iterator[None]:
 
 def not_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
     """Why PyTorch must compute it, if it must."""
-    if type(query) is type(key) is type(value) is Tensor and mask is None:      # as below, sooner
-        of = query.dtype
-        if (of in TYPES and key.dtype is of and value.dtype is of and query.is_cpu and key.is_cpu and value.is_cpu
-                and query.layout is key.layout is value.layout is _STRIDED and min(query.dim(), key.dim(), value.dim()) > 1
-                and not (query.is_nested or key.is_nested or value.is_nested)):
-            return None
     dtype: torch.dtype | None = None
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
@@ -288,6 +289,17 @@ def _array(x: Tensor) -> np.ndarray:
         return _array(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x))
 
 
+def _bind() -> None:
+    """Let the kernels read tensors where they lie. A PyTorch without that table has them all made arrays first, which takes a
+    small call as long as the rest of it."""
+    table = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if table is not None:
+        _core.bind_tensors(Tensor, table, lambda x: validate.bits(_array(x)), None if _BFLOAT16 is None else np.dtype(_BFLOAT16))
+
+
+_bind()
+
+
 def _tensor(x: np.ndarray) -> Tensor:
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype.kind == "V" else torch.from_numpy(x)
 
@@ -298,7 +310,7 @@ def _recorded() -> bool:
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
-             rules: Rules) -> Problem:
+             rules: Rules, problem: Problem | None = None) -> Problem:
     if mask is not None or sinks is not None or seed is not None:
         of_mask = None
         if mask is not None:
@@ -310,13 +322,16 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor
         own[_MASK], own[_SINKS] = of_mask, None if sinks is None else _array(sinks)
         own[_SEED] = None if seed is None else int(seed)
         rules = Rules(*own)
+    problem = problem or Problem.of_tensors(q, k, v, True)
     # without a look at the values of a mask: it is torch's, and means what torch says
+    if problem is not None:
+        return validate.under_rules(problem, rules, values=False)
     return validate.attention_problem(_array(q), _array(k), _array(v), "BHLD", rules, values=False)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, seed: Tensor | None, rules: Rules,
-             need_lse: bool) -> tuple[Tensor, Tensor | None]:
-    problem = _problem(q, k, v, mask, sinks, seed, rules)
+             need_lse: bool, problem: Problem | None = None) -> tuple[Tensor, Tensor | None]:
+    problem = _problem(q, k, v, mask, sinks, seed, rules, problem)
     B, H, _, Lq, _, _, Dv = problem.shape
     # as torch's own lies: what projects it next takes rows of all heads
     out = np.empty((B, Lq, H, Dv), problem.element).transpose(0, 2, 1, 3)

@@ -364,8 +364,12 @@ def attention_problem(q: Any, k: Any, v: Any, layout: str, rules: Rules = NO_RUL
     """Check the arguments of `fastmha.attention` and return them as one Problem; with `values` also look at those of a mask."""
     if type(layout) is not str or layout not in LAYOUTS:
         choice("layout", layout, LAYOUTS)
-    problem = (Problem.of_heads(q, k, v, layout == "BLHD") or _heads_of_bfloat16(q, k, v, layout)
-               or _other_heads(q, k, v, layout))
+    return under_rules(Problem.of_heads(q, k, v, layout == "BLHD") or _heads_of_bfloat16(q, k, v, layout)
+                       or _other_heads(q, k, v, layout), rules, values)
+
+
+def under_rules(problem: Problem, rules: Rules, values: bool = True) -> Problem:
+    """A problem that has none yet, under these."""
     B, H, _, Lq, Lk, D, _ = problem.shape
     if rules is CAUSAL and Lq == Lk:
         return problem.causal()

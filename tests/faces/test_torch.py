@@ -1,5 +1,6 @@
 """fastmha.torch: torch's own function is the oracle, in float64 and float32; autograd, torch.func, torch.compile, patch."""
 
+import ctypes
 import warnings
 
 import numpy as np
@@ -10,7 +11,8 @@ torch = pytest.importorskip("torch", reason='needs torch: pip install "fastmha[t
 
 import fastmha  # noqa: E402
 import fastmha.torch as face  # noqa: E402
-from fastmha import reference  # noqa: E402
+from fastmha import _core, reference, validate  # noqa: E402
+from fastmha._core import Problem  # noqa: E402
 from fastmha.validate import Rules  # noqa: E402
 
 own = torch.nn.functional.scaled_dot_product_attention
@@ -196,6 +198,98 @@ def test_nothing_is_copied(dtype, draw, monkeypatch):
     assert [p.ctypes.data for p in (seen[0].q, seen[0].k, seen[0].v)] == [t.data_ptr() for t in (q, k, v)]
 
 
+LYING = {
+    "by head": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "side by side": lambda x: x.repeat(1, 1, 2, 1).permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)[:, :, ::2],
+    "in the middle": lambda x: torch.cat([x, x, x], 3)[..., x.shape[3] : 2 * x.shape[3]],
+    "one for all": lambda x: x[:1, :, :1].expand_as(x),
+    "the last ones": lambda x: x[1:, 1:],
+}
+
+
+def problems(tensors, grouped=True):
+    return Problem.of_tensors(*tensors, grouped), validate.attention_problem(*map(face._array, tensors), "BHLD")
+
+
+@pytest.mark.parametrize("lying", LYING)
+@pytest.mark.parametrize("heads", [H, 2])
+@pytest.mark.parametrize("dtype", sorted(face.TYPES, key=str), ids=str)
+def test_tensors_are_operands_as_their_arrays_are(dtype, heads, lying, draw):
+    tensors = [LYING[lying](x.detach().to(dtype)) for x in operands(draw, heads=heads)]
+    if lying == "the last ones":
+        tensors[0] = tensors[0][:, : tensors[1].shape[1]]
+    ours, expected = problems(tensors)
+    for name in ("shape", "types", "is_double", "itemsize", "element_size", "stored_size", "dtype", "element", "stored", "layout",
+                 "bytes_copied", "scale", "softcap", "window", "offset", "parts", "precision", "bool_mask", "key_lengths"):
+        assert getattr(ours, name) == getattr(expected, name), name
+    results = []
+    for problem in (ours, expected):
+        results.append(np.empty((*problem.shape[:2], problem.shape[3], problem.shape[6]), problem.element))
+        face.algorithms.forward("tiled", problem, results[-1], None, None, 1)
+    assert_same(*(validate.bits(x) for x in results))
+    for x, y, tensor in zip((ours.q, ours.k, ours.v), (expected.q, expected.k, expected.v), tensors, strict=True):
+        assert (x.ctypes.data, x.strides, x.shape, x.dtype) == (y.ctypes.data, y.strides, y.shape, y.dtype)
+        assert x.ctypes.data == tensor.data_ptr()
+
+
+class Own(torch.Tensor):
+    pass
+
+
+NO_OPERANDS = {
+    "an array": lambda x: x.numpy(), "None": lambda x: None, "a parameter": torch.nn.Parameter,
+    "of a class": lambda x: x.as_subclass(Own), "negated": lambda x: torch._neg_view(x),
+    "of zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), "sparse": lambda x: x.to_sparse(),
+    "nested": lambda x: torch.nested.as_nested_tensor([*x]), "a shape": lambda x: x.to("meta"), "of integers": lambda x: x.int(),
+    "complex": lambda x: x.to(torch.complex64), "of another dtype": lambda x: x.double(), "of bytes": lambda x: x.byte(),
+    "of eight bits": lambda x: x.to(torch.float8_e5m2), "of four bits": lambda x: x.byte().view(torch.float4_e2m1fn_x2),
+    "of 3 axes": lambda x: x[0], "of 5 axes": lambda x: x[None], "empty": lambda x: x[:0], "no width": lambda x: x[..., :0],
+    "every second item": lambda x: x.repeat_interleave(2, 3)[..., ::2], "one item": lambda x: x[..., :1].expand_as(x),
+    "another batch": lambda x: x[:1], "other heads": lambda x: x[:, :1].expand(-1, 3, -1, -1),
+    "another width": lambda x: x[..., 1:], "unaligned": lambda x: torch.from_numpy(
+        np.frombuffer(bytearray(1) + x.numpy().tobytes(), np.float32, offset=1, count=x.numel()).reshape(x.shape)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")       # PyTorch's own, of nested tensors
+@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("case", NO_OPERANDS)
+def test_other_tensors_are_left_to_those_who_know_them(case, at, draw):
+    tensors = [draw(B, H, 1, 8, grad=False).float() for _ in range(3)]
+    assert Problem.of_tensors(*tensors, False) is not None
+    tensors[at] = NO_OPERANDS[case](tensors[at])
+    if not (case == "another width" and at == 2):       # values may have one
+        assert Problem.of_tensors(*tensors, True) is None
+
+
+def test_heads_in_groups_are_operands_where_they_are_asked_for(draw):
+    tensors = [x.detach() for x in operands(draw, heads=2)]
+    assert Problem.of_tensors(*tensors, False) is None
+    assert Problem.of_tensors(*tensors, True).shape[1:3] == (H, 2)
+    with pytest.raises(ValueError, match="enable_gqa=True lets"):
+        sdpa(*tensors)
+
+
+@pytest.mark.parametrize("dtype", sorted(face.TYPES, key=str), ids=str)
+def test_no_tensor_becomes_an_array_in_a_usual_call(dtype, draw, monkeypatch):
+    q, k, v = (x.detach().to(dtype) for x in operands(draw))
+    calls = [{}, {"is_causal": True}, {"scale": 0.3}]
+    expected = [sdpa(*map(torch.nn.Parameter, (q, k, v)), **keywords).detach() for keywords in calls]
+    monkeypatch.setattr(face, "_array", lambda x: pytest.fail("a tensor became an array"))
+    for keywords, out in zip(calls, expected, strict=True):
+        assert torch.equal(sdpa(q, k, v, **keywords), out)
+
+
+def test_a_table_of_another_version_is_not_read(draw):
+    tensors = [x.detach() for x in operands(draw)]
+    table = (ctypes.c_uint32 * 64)(2, 0)        # its major version, and functions nowhere
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    _core.bind_tensors(object, capsule(ctypes.addressof(table), b"dlpack_exchange_api", None), face._array, None)
+    assert Problem.of_tensors(object(), object(), object(), True) is None
+    assert Problem.of_tensors(*tensors, True) is not None
+
+
 # ---------------------------------------------------------------------------------------------------- half precision
 
 def as_arrays(tensors):
@@ -307,9 +401,17 @@ def test_torchs_precision_of_float32_is_not_followed(draw):
         torch.set_float32_matmul_precision(before)
 
 
-def test_bfloat16_without_its_package_is_refused_by_name_or_left_to_torch(draw, monkeypatch):
-    monkeypatch.setattr(face, "_BFLOAT16", None)
-    monkeypatch.setattr(face, "TYPES", face.TYPES - {torch.bfloat16})
+@pytest.fixture
+def without_bfloat16(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(face, "_BFLOAT16", None)
+        patched.setattr(face, "TYPES", face.TYPES - {torch.bfloat16})
+        face._bind()
+        yield
+    face._bind()
+
+
+def test_bfloat16_without_its_package_is_refused_by_name_or_left_to_torch(draw, without_bfloat16):
     tensors = [x.detach().bfloat16() for x in operands(draw)]
     with pytest.raises(TypeError, match=r'^query is a tensor of bfloat16, which needs the package ml_dtypes: pip install '
                                         r'"fastmha\[bfloat16\]"; with fallback=True PyTorch computes it$'):
