@@ -5,7 +5,7 @@ and the "blas" algorithm loops over heads. No checks of user input here: `fastmh
 from cpython.buffer cimport PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_Occurred
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid
 from libc.math cimport INFINITY, sqrt
 from libc.stddef cimport ptrdiff_t
 from libc.stdint cimport int64_t, uint16_t, uint64_t, uintptr_t
@@ -175,9 +175,12 @@ cdef object tensor_type = None, tensor_array = None, tensor_bfloat = None
 
 def bind_tensors(kind, table, array, bfloat):
     """Let heads be tensors of a library: their type, its table of DLPack's C functions, what makes an array of one, of bfloat16
-    as uint16, and the dtype of bfloat16 or None. Of a table that is not the one known here none are."""
+    as uint16, and the dtype of bfloat16 or None. Of what is not the table known here none are."""
     global tensor_table, tensor_type, tensor_array, tensor_bfloat
-    cdef const fmha_tensors *found = <const fmha_tensors *>PyCapsule_GetPointer(table, "dlpack_exchange_api")
+    cdef const fmha_tensors *found
+    if not PyCapsule_IsValid(table, "dlpack_exchange_api"):
+        return
+    found = <const fmha_tensors *>PyCapsule_GetPointer(table, "dlpack_exchange_api")
     if found.major == FMHA_TENSORS_MAJOR and found.look != NULL:
         tensor_table, tensor_type, tensor_array, tensor_bfloat = found, kind, array, bfloat
 
@@ -1142,6 +1145,10 @@ def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
     return blas_layout(&c, backward, NULL, &unused)
 
 
+cdef enum:
+    MOST_IN_BLAS = 64       # threads of a call: SciPy's OpenBLAS has buffers for so many callers, and crashes at some more
+
+
 def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads):
     """The "blas" algorithm: out (B, H, Lq, Dv) of any strides BLAS takes, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None. `rows`: query rows per block."""
@@ -1156,7 +1163,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         read_array(weights, &c.weights, NULL, c.itemsize, True)
         c.weights.stride[2] = c.p.Lk
     cdef ptrdiff_t items = fmha_items(&c.cut)
-    threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
+    threads = min(MOST_IN_BLAS, threads_for(threads, attention_terms(&c.p, problem.is_double)))
     scratch = scratch_for(blas_layout(&c, False, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
@@ -1182,7 +1189,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
     if states is not None:
         c.row_states = pointer(states, True)
     cdef ptrdiff_t items = fmha_items(&c.cut)
-    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
+    threads = min(MOST_IN_BLAS, threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double)))
     scratch = scratch_for(blas_layout(&c, True, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:

@@ -774,3 +774,17 @@ def test_the_fork_context_of_multiprocessing_works(tmp_path):
         print(all(np.array_equal(work(seed), result) for seed, result in enumerate(results)))
     """
     assert forked(code, tmp_path) == "True\n"
+
+
+def test_blas_has_no_more_callers_than_it_has_buffers_for(tmp_path):
+    """Beyond some 130 OpenBLAS writes to stderr, then crashes."""
+    code = """
+        import numpy as np, fastmha
+        x = np.broadcast_to(np.ones((1, 1, 512, 64)), (1, 512, 512, 64))
+        out, lse = fastmha.attention(x, x, x, algorithm="blas", num_threads=512, return_lse=True)
+        fastmha.attention_backward(out, x, x, x, out, lse, algorithm="blas", num_threads=512)
+        print(fastmha._core.pool_workers(), float(abs(out - 1).max()) < 1e-12)
+    """
+    workers, right = in_a_process(code, tmp_path).split()
+    assert int(workers) < 64
+    assert right == "True"
