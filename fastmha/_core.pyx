@@ -389,12 +389,16 @@ cdef void guarded_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     fmha_blas_item_end()
 
 
+cdef enum:
+    MOST_IN_BLAS = 64       # threads of a call: SciPy's OpenBLAS has buffers for so many callers, and crashes at some more
+
+
 cdef int run(fmha_task task, void *context, ptrdiff_t items, int threads) noexcept nogil:
     """The items side by side with BLAS held at one thread; where it cannot be, one after the other under a lock."""
     cdef int held = fmha_blas_enter(), used
     cdef Guarded guarded
     guarded.task, guarded.context = task, context
-    used = fmha_pool_run(guarded_item, &guarded, items, threads if held else 1)
+    used = fmha_pool_run(guarded_item, &guarded, items, min(threads, MOST_IN_BLAS) if held else 1)
     fmha_blas_leave(held)
     return used
 
@@ -1145,10 +1149,6 @@ def blas_scratch(Problem problem, ptrdiff_t rows, bint backward):
     return blas_layout(&c, backward, NULL, &unused)
 
 
-cdef enum:
-    MOST_IN_BLAS = 64       # threads of a call: SciPy's OpenBLAS has buffers for so many callers, and crashes at some more
-
-
 def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads):
     """The "blas" algorithm: out (B, H, Lq, Dv) of any strides BLAS takes, lse (B, H, Lq) and weights (B, H, Lq, Lk)
     C-contiguous or None. `rows`: query rows per block."""
@@ -1163,7 +1163,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
         read_array(weights, &c.weights, NULL, c.itemsize, True)
         c.weights.stride[2] = c.p.Lk
     cdef ptrdiff_t items = fmha_items(&c.cut)
-    threads = min(MOST_IN_BLAS, threads_for(threads, attention_terms(&c.p, problem.is_double)))
+    threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
     scratch = scratch_for(blas_layout(&c, False, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:
@@ -1189,7 +1189,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
     if states is not None:
         c.row_states = pointer(states, True)
     cdef ptrdiff_t items = fmha_items(&c.cut)
-    threads = min(MOST_IN_BLAS, threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double)))
+    threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
     scratch = scratch_for(blas_layout(&c, True, NULL, &unused), items, threads)
     c.scratch, c.scratch_size = scratch.start, scratch.size
     with nogil:

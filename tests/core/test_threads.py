@@ -776,7 +776,7 @@ def test_the_fork_context_of_multiprocessing_works(tmp_path):
     assert forked(code, tmp_path) == "True\n"
 
 
-def test_blas_has_no_more_callers_than_it_has_buffers_for(tmp_path):
+def test_no_run_calls_blas_from_more_threads_than_it_has_buffers_for(tmp_path):
     """Beyond some 130 OpenBLAS writes to stderr, then crashes."""
     code = """
         import numpy as np, fastmha
