@@ -27,7 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return tune.run(parser.parse_args(given))
     if named != "study":
         parser.parse_args(given)        # ends here but for "config"
-        show_config()
+        try:
+            show_config()
+        except ValueError as error:     # a variable of the environment
+            parser.error(str(error))
         return 0
     from fastmha.study import __main__ as study  # only here: the other commands need nothing of it
 

@@ -17,8 +17,8 @@ from fastmha._blas cimport gemm, load_blas
 from fastmha._kernels cimport (
     FMHA_BASELINE_FUSES, FMHA_BFLOAT, FMHA_BLOCK_ROWS, FMHA_CACHE_LINE, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_GELU,
     FMHA_GELU_TANH, FMHA_HALF, FMHA_HALF_COST, FMHA_ISA_COUNT, FMHA_IS_CHECKED, FMHA_KEPT_BYTES, FMHA_LARGE,
-    FMHA_NO_ACTIVATION, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_QUARTER_COST, FMHA_RELU,
-    FMHA_RESULTS, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS, FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS,
+    FMHA_MEND, FMHA_MOST_IN_BLAS, FMHA_NO_ACTIVATION, FMHA_OTHER, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS, FMHA_PREPARE, FMHA_QUARTER_COST, FMHA_RELU,
+    FMHA_RESTART, FMHA_RESULTS, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS, FMHA_SAME, FMHA_SHARES, FMHA_SILU, FMHA_SUMMED_ROWS,
     FMHA_TENSORS_MAJOR, FMHA_TENSOR_BFLOAT, FMHA_TENSOR_FLOAT, FMHA_TENSOR_ON_CPU, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_UNBOUNDED,
     FMHA_WHOLE, check_signals, fmha_array, fmha_ask_large_pages, fmha_backward_cut, fmha_backward_split, fmha_blas_enter,
     fmha_blas_forward_cut, fmha_blas_held, fmha_blas_item_begin, fmha_blas_item_end, fmha_blas_leave, fmha_blas_threads_bind,
@@ -389,16 +389,12 @@ cdef void guarded_item(void *context, ptrdiff_t item, int worker) noexcept nogil
     fmha_blas_item_end()
 
 
-cdef enum:
-    MOST_IN_BLAS = 64       # threads of a call: SciPy's OpenBLAS has buffers for so many callers, and crashes at some more
-
-
 cdef int run(fmha_task task, void *context, ptrdiff_t items, int threads) noexcept nogil:
     """The items side by side with BLAS held at one thread; where it cannot be, one after the other under a lock."""
     cdef int held = fmha_blas_enter(), used
     cdef Guarded guarded
     guarded.task, guarded.context = task, context
-    used = fmha_pool_run(guarded_item, &guarded, items, min(threads, MOST_IN_BLAS) if held else 1)
+    used = fmha_pool_run(guarded_item, &guarded, items, min(threads, FMHA_MOST_IN_BLAS) if held else 1)
     fmha_blas_leave(held)
     return used
 
@@ -1417,10 +1413,9 @@ cdef bytes row_numbers(const int64_t *x, ptrdiff_t many):
 
 
 cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) except -1:
-    cdef Scratch scratch, kept, shared
+    cdef Scratch kept, shared
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, items, own
-    cdef int mode
+    cdef ptrdiff_t size = problem.itemsize, own
     cdef fmha_split split
     threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
     split_for(&c.p, threads, True, &split)
@@ -1448,23 +1443,44 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
                 c.cut = fmha_backward_cut(&c.p, FMHA_PREPARE, &split)
                 fmha_pool_run(kernels.gradient_pack_rows, c, fmha_items(&c.cut), threads)
         finish()
-    passes = (FMHA_WHOLE, FMHA_PREPARE, split.mode, FMHA_RESULTS)
-    for mode in passes[:1] if split.mode == FMHA_WHOLE else passes:
-        c.mode = mode
-        c.cut = fmha_backward_cut(&c.p, mode, &split)
-        items = fmha_items(&c.cut)
-        if items == 0:
-            continue
-        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode, c.share) * size
-        scratch = scratch_for(own, items, threads)
-        lend(c, scratch)
-        with nogil:
-            if mode == FMHA_WHOLE:
-                run_heads(task, c, items, problem)
-            else:
-                fmha_pool_run(task, c, items, scratch.threads)
-        finish()
+    cdef int apart[2]
+    memset(apart, 0, sizeof(apart))
+    c.apart, c.again = apart, False
+    backward_pass(FMHA_WHOLE, task, c, problem, &split, threads)
+    if split.mode == FMHA_WHOLE:
+        return 0
+    backward_pass(FMHA_PREPARE, task, c, problem, &split, threads)
+    backward_pass(split.mode, task, c, problem, &split, threads)
+    backward_pass(FMHA_RESULTS, task, c, problem, &split, threads)
+    if apart[0]:
+        backward_pass(FMHA_MEND, task, c, problem, &split, threads)
+    if apart[1]:
+        c.again = True
+        backward_pass(FMHA_RESTART, task, c, problem, &split, threads)
+        backward_pass(split.mode, task, c, problem, &split, threads)
+        backward_pass(FMHA_RESULTS, task, c, problem, &split, threads)
     return 0
+
+
+cdef int backward_pass(int mode, fmha_task task, fmha_run *c, Problem problem, const fmha_split *split, int threads) except -1:
+    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
+    cdef bint on_tiles = task == kernels.matrix_backward
+    cdef ptrdiff_t items, own
+    cdef Scratch scratch
+    c.mode = mode
+    c.cut = fmha_backward_cut(&c.p, mode, split)
+    items = fmha_items(&c.cut)
+    if items == 0:
+        return 0
+    own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode, c.share) * problem.itemsize
+    scratch = scratch_for(own, items, threads)
+    lend(c, scratch)
+    with nogil:
+        if mode == FMHA_WHOLE:
+            run_heads(task, c, items, problem)
+        else:
+            fmha_pool_run(task, c, items, scratch.threads)
+    return finish()
 
 
 def mask_gradient(Problem problem, grad_out, states, grad_mask, int threads):
@@ -1839,8 +1855,13 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
         c.shared, c.whole.shared, c.whole.mode = shares, shared.start, FMHA_PREPARE
         packed_pass(&c, c.kernels.gradient_pack_keys, packed_chunks_cut, NULL, threads)
         packed_pass(&c, c.kernels.gradient_pack_rows, packed_mode_cut, NULL, threads)
-    for mode in (FMHA_PREPARE, FMHA_TURNS, FMHA_RESULTS):
-        c.whole.mode = mode
+    cdef int apart[2]
+    memset(apart, 0, sizeof(apart))
+    c.whole.apart = apart
+    for mode in (FMHA_PREPARE, FMHA_TURNS, FMHA_RESULTS, FMHA_MEND, FMHA_RESTART, FMHA_TURNS, FMHA_RESULTS):
+        if (mode == FMHA_MEND and not apart[0]) or (mode == FMHA_RESTART and not apart[1]):
+            break
+        c.whole.mode, c.whole.again = mode, mode == FMHA_RESTART or c.whole.again
         packed_pass(&c, task, packed_mode_cut, of_thread, threads)
 
 

@@ -54,6 +54,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         fmha_array grad_out, grad_q, grad_k, grad_v, grad_mask
         int mode
         ptrdiff_t share
+        int *apart
+        int again
         char *row_states
         char *scratch
         ptrdiff_t scratch_size, threads, some
@@ -161,7 +163,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*hyperbolic_tangent)(ptrdiff_t, const void *, void *) noexcept nogil
 
     int FMHA_ISA_COUNT, FMHA_BASELINE_FUSES, FMHA_IS_CHECKED
-    int FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS
+    int FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS, FMHA_MEND, FMHA_RESTART
     int FMHA_NO_ACTIVATION, FMHA_GELU, FMHA_GELU_TANH, FMHA_RELU, FMHA_SILU
     ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
@@ -229,6 +231,7 @@ cdef extern from "csrc/blas_threads.h" nogil:
     int fmha_blas_threads_bound()
     int fmha_blas_enter()
     void fmha_blas_leave(int)
+    int FMHA_MOST_IN_BLAS
     void fmha_blas_item_begin()
     void fmha_blas_item_end()
     int fmha_blas_held()

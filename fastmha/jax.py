@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastmha import functional, validate
+from fastmha import functional, planning, threads, validate
 from fastmha._core import Problem
 from fastmha.validate import Rules
 
@@ -68,6 +68,8 @@ def attention(q: Any, k: Any, v: Any, *, layout: str = "BHLD", mask: Any = None,
     rules = Rules(None, is_causal, offset, key_padding_lengths, window, scale, softcap, algorithm, num_threads, key_ranges, None,
                   alibi, dropout, seed, precision)
     validate.scaling(scale, softcap, 1, np.dtype(np.float64))       # an array's gradient would be missed
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"seed must be an integer, got a key of JAX ({seed.dtype}): jax.random.bits(key) makes one of it")
     arrays = (jax.Array, np.ndarray)
     fixed = jax.tree.map(lambda x: None if isinstance(x, arrays) else x, rules)
     traced = jax.tree.map(lambda x: x if isinstance(x, arrays) else None, rules)
@@ -86,14 +88,21 @@ def _call(function: Any, fixed: Any, arrays: Any, traced: Any, mask: Any, sinks:
     return function(*arrays, layout=layout, **rules._replace(mask=mask, sinks=sinks)._asdict(), **more)
 
 
-def _problem(q: Any, k: Any, v: Any, layout: Any, **rules: Any) -> Problem:
-    return validate.attention_problem(q, k, v, layout, Rules(**rules), values=False)
+def _problem(q: Any, k: Any, v: Any, layout: Any, backward: bool, **rules: Any) -> Problem:
+    problem = validate.attention_problem(q, k, v, layout, Rules(**rules), values=False)
+    planning.choose(problem, rules["algorithm"], backward)
+    threads.resolve(rules["num_threads"])
+    return problem
+
+
+def _checked(fixed: Any, q: Any, k: Any, v: Any, mask: Any, sinks: Any, traced: Any, backward: bool) -> Problem:
+    # arrays of their shapes, in no memory, tell what is wrong with all but the values
+    like = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), (q, k, v, mask, sinks, traced))
+    return _call(_problem, fixed, like[:3], like[5], like[3], like[4], backward=backward)
 
 
 def _forward(fixed: Any, q: Any, k: Any, v: Any, mask: Any, sinks: Any, traced: Any) -> Any:
-    # arrays of their shapes, in no memory, tell what is wrong with all but the values, and the shapes of the results
-    like = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), (q, k, v, mask, sinks, traced))
-    problem = _call(_problem, fixed, like[:3], like[5], like[3], like[4])
+    problem = _checked(fixed, q, k, v, mask, sinks, traced, False)
     B, H, _, Lq, _, _, Dv = problem.shape
     shapes = (B, H, Lq, Dv) if fixed[1] == "BHLD" else (B, Lq, H, Dv), (B, H, Lq)
     out, lse = jax.pure_callback(
@@ -104,7 +113,8 @@ def _forward(fixed: Any, q: Any, k: Any, v: Any, mask: Any, sinks: Any, traced: 
 
 
 def _backward(fixed: Any, kept: Any, grad_out: Any) -> Any:
-    q, k, v, _, _, _, mask, sinks = kept
+    q, k, v, _, _, traced, mask, sinks = kept
+    _checked(fixed, q, k, v, mask, sinks, traced, True)
     need = mask is not None and jnp.issubdtype(mask.dtype, jnp.floating)
     wanted = [q, k, v, *([] if sinks is None else [sinks]), *([mask] if need else [])]
     grads = jax.pure_callback(

@@ -116,7 +116,12 @@ def scaled_dot_product_attention(
                 _said.add(reason)
                 warn(f"fastmha.torch leaves a call to PyTorch: {reason}", stacklevel=2)
             return _torchs_own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        _check_shapes(query, key, value, attn_mask, enable_gqa)
         leading, q, k, v, mask = _in_four_axes(query, key, value, attn_mask, enable_gqa)
+    if is_causal is not True and is_causal is not False and not isinstance(is_causal, (np.bool_, torch.SymBool)):
+        raise TypeError(f"is_causal must be True or False, got {validate.short(is_causal)}")
+    if type(dropout_p) is not float or not 0 <= dropout_p <= 1:
+        dropout_p = _probability(dropout_p)
     if attn_mask is not None and is_causal:
         raise ValueError("is_causal and attn_mask are given: PyTorch takes one of them; let the mask remove what lies ahead")
     if scale is not None and isinstance(scale, Tensor):     # a number, to torch
@@ -124,7 +129,7 @@ def scaled_dot_product_attention(
     if scale is None and not dropout_p and (not is_causal or q.shape[2] == k.shape[2]):
         rules = CAUSAL if is_causal else NO_RULES
     else:
-        rules = Rules(is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=float(dropout_p))
+        rules = Rules(is_causal=is_causal, offset=0 if is_causal else None, scale=scale, dropout=dropout_p)
     out = attend(q, k, v, mask, None, rules, problem)
     return out if leading is None else out.reshape(leading + out.shape[-2:])
 
@@ -241,8 +246,51 @@ def _number(scale: Tensor) -> float:
     return float(scale.item())
 
 
+def _probability(dropout_p: Any) -> float:
+    if not isinstance(dropout_p, (int, float, np.integer, np.floating)) or not 0 <= dropout_p <= 1:
+        raise (ValueError if isinstance(dropout_p, (int, float, np.integer, np.floating)) else TypeError)(
+            f"dropout_p must be a number in [0, 1], got {validate.short(dropout_p)}")
+    return float(dropout_p)
+
+
 def _heads(x: Tensor) -> int:
     return x.shape[-3] if x.ndim > 2 else 1
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> None:
+    """That shapes fit, in torch's names and axes."""
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key has width {key.shape[-1]} on axis -1 but query has {query.shape[-1]}")
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(f"value has length {value.shape[-2]} on axis -2 but key has {key.shape[-2]}")
+    of_query = _heads(query)
+    most = of_query
+    for name, heads in (("key", _heads(key)), ("value", _heads(value))):
+        if grouped and (of_query % heads if heads else of_query):
+            raise ValueError(f"{name} has {heads} heads on axis -3 but query has {of_query}, which must be a multiple of them")
+        if not grouped and heads != most and 1 not in (heads, most):
+            more = f": enable_gqa=True lets query's be a multiple of {name}'s" if heads and of_query % heads == 0 else ""
+            raise ValueError(f"{name} has {heads} heads on axis -3 but {'query' if most == of_query else 'key'} has {most}{more}")
+        if not grouped and most == 1:
+            most = heads
+    batch: tuple[int, ...] = ()
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        joined = _broadcast(batch, x.shape[:-3])
+        if joined is None:
+            raise ValueError(f"{name} has axes {tuple(x.shape[:-3])} before its heads, which do not broadcast to those of the "
+                             f"others, {batch}")
+        batch = joined
+    if mask is not None:
+        wanted = (*batch, *(() if max(query.ndim, key.ndim, value.ndim) == 2 else (most,)), query.shape[-2], key.shape[-2])
+        if _broadcast(tuple(mask.shape), wanted) != wanted:
+            raise ValueError(f"attn_mask of shape {tuple(mask.shape)} does not broadcast to (..., H, L, S) = {wanted}")
+
+
+def _broadcast(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
+    """The shape of both, or None."""
+    axes = max(len(one), len(other))
+    pairs = list(zip(((1,) * axes + tuple(one))[-axes:], ((1,) * axes + tuple(other))[-axes:], strict=True)) if axes else []
+    return None if any(m != n and 1 not in (m, n) for m, n in pairs) else tuple(n if m == 1 else m for m, n in pairs)
 
 
 def _in_four_axes(
@@ -255,10 +303,7 @@ def _in_four_axes(
         if mask is not None and mask.ndim != 4:
             mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         return None, query, key, value, mask
-    many, of_key, of_value = _heads(query), _heads(key), _heads(value)
-    if not grouped and many != of_key and 1 not in (many, of_key):
-        raise ValueError(f"key has {of_key} heads on axis -3 but query has {many}: enable_gqa=True lets query's be a multiple "
-                         "of key's")
+    of_key, of_value = _heads(key), _heads(value)
     if grouped and of_key != of_value and of_key and of_value:
         key, value = (x.repeat_interleave(lcm(of_key, of_value) // _heads(x), -3) for x in (key, value))
     axes = max(len(of_q), len(of_k), len(of_v))
@@ -352,7 +397,7 @@ def _backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     name, _ = choose(problem, AUTO, backward=True)
     of_out, out_array = (validate.usable(validate.bits(_array(x)))[0] for x in (grad_out, out))
     workers = threads.resolve(None)
-    of_sinks = algorithms.backward(name, problem, out_array, _array(lse), of_out, of_q, of_k, of_v, workers, of_mask)
+    of_sinks = algorithms.backward(name, problem, out_array, _array(lse.contiguous()), of_out, of_q, of_k, of_v, workers, of_mask)
     if of_sinks is not None and sinks is not None:
         of_sinks = validate.cast(of_sinks, _array(sinks).dtype)
     return [_tensor(x) for x in (of_q, of_k, of_v, of_mask, of_sinks) if x is not None]
@@ -412,6 +457,9 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         q, k, v, mask, sinks, seed, out, lse = ctx.saved_tensors
+        if torch._C._functorch.is_legacy_batchedtensor(grad_out):
+            raise NotImplementedError("fastmha.torch computes one gradient at a time: torch.autograd.grad(is_grads_batched=True) "
+                                      "and jacobian(vectorize=True) ask for several; torch.func.vmap and torch.func.jacrev do")
         run = _Gradient.apply if torch.is_grad_enabled() else _backward      # with create_graph=True
         grads = run(grad_out, q, k, v, out, lse, mask, sinks, seed, ctx.rules, ctx.needs_input_grad[3])
         return (*_of_operands(grads, sinks), None, None)
@@ -532,7 +580,7 @@ def _operator(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tenso
     schema=f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SCHEMA}, bool need_mask_grad) -> Tensor[]")
 def _backward_operator(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
                        sinks: Tensor | None, seed: Tensor | None, *flat: Any) -> list[Tensor]:
-    return _backward(grad_out, q, k, v, out, lse.contiguous(), mask, sinks, seed, _from_flat(*flat[:-1]), flat[-1])
+    return _backward(grad_out, q, k, v, out, lse, mask, sinks, seed, _from_flat(*flat[:-1]), flat[-1])
 
 
 @_operator.register_fake

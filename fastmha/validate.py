@@ -236,9 +236,8 @@ def _how_to_cast(name: str, x: np.ndarray, given: Any) -> str:
         return ": attention(..., return_lse=True) returns it"
     if x.dtype.kind not in "fiub" and x.dtype.name != "bfloat16":
         return ""
-    stored = f"; a KVCache may store {x.dtype}" if x.dtype.name in ("float16", "bfloat16") else ""
     call = f"{name}.astype(np.float32)" if given is x else f"np.asarray({name}, np.float32)"
-    return f": cast it to float32, {call}{stored}"
+    return f": cast it to float32, {call}"
 
 
 @lru_cache(maxsize=64)      # NumPy puts a name together anew each time

@@ -268,6 +268,8 @@ def crossed_oracle(q, k, v, g, dtype, layout="BHLD", algorithm=None, **keywords)
     """`oracle` where one algorithm ran forward and another backward: scores round apart, and weights are exp(score - lse).
 
     So do those of few rows by one: sums along the width backward, along the rows forward; and BLAS has routines for one row.
+    By no more than the rounding of lse, though: rows whose weights do not add up to 1 within that have sums of their own.
+    delta, sum(dO * O), has what out errs by.
     """
     exact, bounds = oracle(q, k, v, g, dtype, layout=layout, **keywords)
     if not exact[0].size:
@@ -279,7 +281,9 @@ def crossed_oracle(q, k, v, g, dtype, layout="BHLD", algorithm=None, **keywords)
     need, p, seed = (keywords.pop(name, None) for name in ("need_bias_grad", "dropout", "seed"))
     drawn = reference.kept(seed, p, B, H, Lq, Lk) / (1 - p) if p else 1.0
     factor = abs(1 / max(D, 1) ** 0.5 if keywords.get("scale") is None else keywords["scale"])
-    apart = np.expm1(np.minimum(2 * bounds[1], 1))[..., None]      # of all weights of a row, relative
+    size = np.ldexp(1.0, np.frexp(np.where(np.isfinite(exact[1]), np.minimum(np.abs(exact[1]), 256), 0))[1])
+    eps = np.finfo(np.float64 if dtype == np.float64 else np.float32).eps
+    apart = np.minimum(np.expm1(np.minimum(2 * bounds[1], 1)), (6 + size / 2) * eps)[..., None]     # of all weights of a row
 
     def fold(x):
         return x.reshape(B, Hkv, H // Hkv, *x.shape[2:]).sum(axis=2)
@@ -287,7 +291,8 @@ def crossed_oracle(q, k, v, g, dtype, layout="BHLD", algorithm=None, **keywords)
     weights = reference.attention_weights(q, k, **keywords)
     grad_weights = g @ np.repeat(v, H // Hkv, axis=1).swapaxes(2, 3) * drawn
     delta = (weights * np.abs(grad_weights)).sum(axis=3, keepdims=True)
-    of_scores = apart * weights * (np.abs(grad_weights) + 2 * delta)
+    of_out = (np.abs(g) * (bounds[0] if layout == "BHLD" else bounds[0].swapaxes(1, 2))).sum(axis=3, keepdims=True)
+    of_scores = weights * (apart * (np.abs(grad_weights) + 2 * delta) + of_out)
     more = [
         factor * of_scores @ np.repeat(np.abs(k), H // Hkv, axis=1),
         factor * fold(of_scores.swapaxes(2, 3) @ np.abs(q)),

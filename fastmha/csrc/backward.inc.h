@@ -3,28 +3,31 @@
  * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
  * dQ is summed FMHA_SUM_KEYS keys after FMHA_SUM_KEYS keys, dK and dV block after block.
  *
- * exp(S - lse) errs by the rounding of lse, and by what another algorithm's rounding of S has put into it: both grow with |lse|,
- * and where all scores of a row are one huge constant, lse has lost the number of keys. So a row whose |lse| is far from what
- * ordinary scores give has its own sums taken over all its keys first (own_sums): P = exp(S - peak) / total, and delta = sum(P dP).
- * Rows between, such as those of peaked scores, take lse, add up the P that come of it, and only where the sum is not 1 to the
- * rounding of lse are own sums taken and the work is done again. Each row decides by itself. */
+ * exp(S - lse) errs by the rounding of lse, which grows with |lse|, and by what another order of the terms of S has put into it, which grows
+ * with |q| |k| even where S is small; and where all scores of a row are one huge constant, lse has lost the number of keys. So rows add up
+ * the P that come of lse, and where the sum is not 1 to the rounding of lse they have sums of their own taken over all their keys (own_sums),
+ * P = exp(S - peak) / total and delta = sum(P dP), and the work is done again. Own sums are taken at once where |lse| is huge; of few rows, whose
+ * lse "decode" may have written, where |lse| is far from what ordinary scores give; and of LONE_ROWS, whose errors nothing evens out, wherever
+ * all keys are in a single tile. Each row decides by itself. */
 
-#define FAR_LSE 8               /* beyond the log of the number of keys, or below 0: the sum of P is looked at */
-#define HUGE_LSE 256            /* |lse| from where on no lse is taken; from FAR_LSE on where "decode" may have written it */
-#define LONE_ROWS 16            /* of as few lse is far from FAR_LSE on, however many keys: its rounding, the error of grad_k, is not evened out */
+#define P_KEYS (FMHA_SUM_KEYS / 3)      /* of a sum of P: of many equal ones each addition may round to the same side */
+#define HUGE_LSE 256            /* |lse| from where on no lse is taken */
+#define FAR_LSE 8               /* the same of few rows, beyond the log of the number of keys, or below 0 */
+#define LONE_ROWS 16            /* of as few it is FAR_LSE, however many keys: the rounding of lse, the error of grad_k, is not evened out at all */
 
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
  * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in
- * P = exp(score - shift) * inverse, delta, the lift of its scores, and the sum of P so far; its kind, of the block and at its first row
+ * P = exp(score - shift) * inverse, delta, the lift of its scores, the sum of P so far, and what that has lost; its kind, of the block and at its first row
  * alone, a sum of those below; and of few rows that have own sums what the products of these were, scores and then grad_weights (rows, keys). */
 typedef struct {
-    REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *kind, *products;
+    REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *lost, *kind, *products;
 } FMHA_NAME(packed);
 
-/* lift is not 1; inverse may not be 1, and sum counts; products are kept; some of q, or of grad_out, is not finite. */
+/* lift is not 1; inverse may not be 1; products are kept; some of q, or of grad_out, is not finite; own sums are taken of the
+ * only tile, where the work on it is begun. */
 enum {
     FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2, FMHA_NAME(known_block) = 4, FMHA_NAME(nonfinite_q) = 8,
-    FMHA_NAME(nonfinite_grad_out) = 16
+    FMHA_NAME(nonfinite_grad_out) = 16, FMHA_NAME(lone_block) = 32
 };
 
 /* How many numbers few rows keep of each product. */
@@ -46,6 +49,7 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
     to->delta = FMHA_NAME(take)(memory, &used, rows);
     to->lift = FMHA_NAME(take)(memory, &used, rows);
     to->sum = FMHA_NAME(take)(memory, &used, rows);
+    to->lost = FMHA_NAME(take)(memory, &used, rows);
     to->kind = FMHA_NAME(take)(memory, &used, rows);
     to->products = FMHA_NAME(take)(memory, &used, rows > 0 ? ROUND_UP(2 * FMHA_NAME(kept_product)(p), LANES) : 0);
     return used;
@@ -54,10 +58,10 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
 /* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
  * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; of a head that is split, sums of a block's grad_q that
  * wait for their turn, of each FMHA_SUM_KEYS keys of a tile (rows, width); a copy of k; copies of a block of q and grad_out; keys and
- * values, and rows of q and grad_out, where they are converted, or the former copied; sums of P of a block that nobody reads; what few_scores needs; what is kept
+ * values, and rows of q and grad_out, where they are converted, or the former copied; sums of P of each P_KEYS keys of a tile; what few_scores needs; what is kept
  * of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in sections. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *unread, *few;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *sums, *few;
     REAL *all_grad_k, *all_grad_v;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
@@ -93,7 +97,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->keys = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME && !CROWDED_KEYS ? 0 : TILE_KEYS * width);
     m->values = FMHA_NAME(take)(memory, &used, p->stored == FMHA_SAME && !CROWDED_KEYS ? 0 : TILE_KEYS * value_width);
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
-    m->unread = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
+    m->sums = FMHA_NAME(take)(memory, &used, TILE_KEYS / P_KEYS * BLOCK_ROWS);
     m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH);
     const ptrdiff_t all_keys = FMHA_NAME(section_rows)(p) < kept_rows ? p->Lk : 0;
     m->all_grad_k = FMHA_NAME(take)(memory, &used, all_keys * width);
@@ -107,7 +111,7 @@ static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, co
     return (FMHA_NAME(packed)){
         .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at / BLOCK_ROWS * BLOCK_LD * p->D, .grad_out = all->grad_out + at / BLOCK_ROWS * BLOCK_LD * p->Dv,
         .shift = all->shift + at, .inverse = all->inverse + at, .delta = all->delta + at, .lift = all->lift + at,
-        .sum = all->sum + at, .kind = all->kind + at, .products = all->products,
+        .sum = all->sum + at, .lost = all->lost + at, .kind = all->kind + at, .products = all->products,
     };
 }
 
@@ -132,8 +136,10 @@ typedef struct {
 typedef struct {
     const fmha_run *run;
     FMHA_NAME(backward_memory) m;
-    REAL far_above;             /* lse beyond it is far */
+    REAL far_above;             /* lse beyond it is far, and below -FAR_LSE: of few rows */
     int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
+    REAL *sums;                 /* where several items are at work on a block, sums of P that wait for its turn, BLOCK_ROWS of each P_KEYS keys, or NULL */
+    int waiting;                /* how many */
     int k_finite;               /* of the tile at hand, if pairs are removed */
     int far;                    /* values are fetched beside the keys */
     FMHA_NAME(next) *next;      /* or NULL */
@@ -203,74 +209,131 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     return banded;
 }
 
-/* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these. */
-static void FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
+/* Of the rows of a block, over the keys met so far: peak, total = sum(exp(S - peak)), delta = sum(exp(S - peak) dP), and what the latter two
+ * have lost. Of long rows one sum would round as often as there are keys: sums of FMHA_SUM_KEYS are added, and what that rounds off as well. */
+typedef struct {
+    REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS], total_lost[BLOCK_ROWS], delta_lost[BLOCK_ROWS];
+} FMHA_NAME(own);
+
+static void FMHA_NAME(begin_own)(const fmha_problem *p, const FMHA_NAME(rows) *block, FMHA_NAME(own) *own)
+{
+    FMHA_NAME(begin_rows)(p, block, own->peak, own->total);
+    for (ptrdiff_t r = 0; r < block->queries; r++) own->delta[r] = own->total_lost[r] = own->delta_lost[r] = 0;
+}
+
+/* The keys that backward_scores has left join, from key j on. Each FMHA_SUM_KEYS keys from key 0 on are a sum, whichever of them are removed, or
+ * left out because they are. */
+static void FMHA_NAME(own_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, ptrdiff_t j, FMHA_NAME(own) *own)
+{
+    const ptrdiff_t ld = block->ld;
+    for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {
+        const REAL *s = w->m.scores + v * LANES, *g = w->m.grad_scores + v * LANES;
+        VEC before = v_load(own->peak + v * LANES), best = before, zero = v_splat(0), gone = v_splat(NEGATIVE_INFINITY);
+        for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
+            VEC score = v_load(s + k * ld);
+            best = v_max(score, best);
+        }
+        VEC shift = v_select(v_equal(best, gone), zero, best), shrink = FMHA_NAME(exp)(before - shift);
+        REAL *const totals[] = {own->total + v * LANES, own->delta + v * LANES};
+        REAL *const lost[] = {own->total_lost + v * LANES, own->delta_lost + v * LANES};
+        for (int m = 0; m < 2; m++) {
+            v_store(totals[m], v_load(totals[m]) * shrink);
+            v_store(lost[m], v_load(lost[m]) * shrink);
+        }
+        for (ptrdiff_t k = block->low[v], end; k < block->high[v]; k = end) {
+            VEC sums[2] = {zero, zero}, part[EXP_CHAINS];
+            end = (j + k) / FMHA_SUM_KEYS * FMHA_SUM_KEYS + FMHA_SUM_KEYS - j;
+            if (end > block->high[v]) end = block->high[v];
+            ptrdiff_t e = k;
+#define OWN(keys) \
+    for (; e + (keys) <= end; e += (keys)) { \
+        _Pragma("GCC unroll 8") \
+        for (int i = 0; i < (keys); i++) part[i] = v_load(s + (e + i) * ld) - shift; \
+        FMHA_NAME(exp_each)((keys), part); \
+        _Pragma("GCC unroll 8") \
+        for (int i = 0; i < (keys); i++) { \
+            sums[0] = sums[0] + part[i]; \
+            sums[1] = v_select(v_equal(v_load(s + (e + i) * ld), gone), sums[1], sums[1] + part[i] * v_load(g + (e + i) * ld)); \
+        } \
+    }
+            OWN(EXP_CHAINS)
+            OWN(1)
+#undef OWN
+            for (int m = 0; m < 2; m++) {
+                const VEC before = v_load(totals[m]), after = before + sums[m], added = after - before;
+                v_store(totals[m], after);
+                v_store(lost[m], v_load(lost[m]) + ((before - (after - added)) + (sums[m] - added)));
+            }
+        }
+        v_store(own->peak + v * LANES, best);
+    }
+}
+
+/* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these. Returns whether
+ * there are any. */
+static int FMHA_NAME(take_own)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, FMHA_NAME(own) *own,
+                               const char *chosen)
 {
     const fmha_run *run = w->run;
-    ptrdiff_t queries = block->queries, ld = block->ld;
-    /* Of long rows one sum would round as often as there are keys: sums of FMHA_SUM_KEYS are added, and what that rounds off as well. */
-    REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS], total_lost[BLOCK_ROWS] = {0}, delta_lost[BLOCK_ROWS] = {0};
-    FMHA_NAME(begin_rows)(&run->p, block, peak, total);
-    memset(delta, 0, sizeof delta);
-    for (ptrdiff_t j = block->j0 / TILE_KEYS * TILE_KEYS, n; j < block->j1; j += n) {
-        ptrdiff_t low = j < block->j0 ? block->j0 : j;
-        n = TILE_KEYS;
-        int masked, many = (int)((block->j1 < j + n ? block->j1 : j + n) - low);
-        if (FMHA_NAME(backward_scores)(w, block, packed, low, many, 1, &masked) < 0) continue;
-        for (ptrdiff_t v = 0; v < queries / LANES; v++) {
-            const REAL *s = w->m.scores + v * LANES, *g = w->m.grad_scores + v * LANES;
-            VEC before = v_load(peak + v * LANES), best = before, zero = v_splat(0), gone = v_splat(NEGATIVE_INFINITY);
-            for (ptrdiff_t k = block->low[v]; k < block->high[v]; k++) {
-                VEC score = v_load(s + k * ld);
-                best = v_max(score, best);
-            }
-            VEC shift = v_select(v_equal(best, gone), zero, best), shrink = FMHA_NAME(exp)(before - shift);
-            REAL *const totals[] = {total + v * LANES, delta + v * LANES}, *const lost[] = {total_lost + v * LANES, delta_lost + v * LANES};
-            for (int m = 0; m < 2; m++) {
-                v_store(totals[m], v_load(totals[m]) * shrink);
-                v_store(lost[m], v_load(lost[m]) * shrink);
-            }
-            for (ptrdiff_t k = block->low[v]; k < block->high[v];) {
-                VEC sums[2] = {zero, zero};
-                for (ptrdiff_t end = k + FMHA_SUM_KEYS < block->high[v] ? k + FMHA_SUM_KEYS : block->high[v]; k < end; k++) {
-                    VEC score = v_load(s + k * ld), e = FMHA_NAME(exp)(score - shift);
-                    sums[0] = sums[0] + e;
-                    sums[1] = v_select(v_equal(score, gone), sums[1], sums[1] + e * v_load(g + k * ld));
-                }
-                for (int m = 0; m < 2; m++) {
-                    const VEC before = v_load(totals[m]), after = before + sums[m], added = after - before;
-                    v_store(totals[m], after);
-                    v_store(lost[m], v_load(lost[m]) + ((before - (after - added)) + (sums[m] - added)));
-                }
-            }
-            v_store(peak + v * LANES, best);
-        }
+    const VEC zero = v_splat(0);
+    REAL lse[BLOCK_ROWS], expected[BLOCK_ROWS], longest = -1;
+    int any = 0;
+    for (ptrdiff_t r = 0; r < block->queries; r++)
+        lse[r] = r < block->rows ? ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)] : NEGATIVE_INFINITY;
+    for (ptrdiff_t r = 0; r < block->queries; r += LANES) {
+        VEC peak = v_load(own->peak + r), total = v_load(own->total + r), delta = v_load(own->delta + r);
+        const VEC of_total = v_load(own->total_lost + r), of_delta = v_load(own->delta_lost + r);
+        peak = v_select(v_equal(peak, v_splat(NEGATIVE_INFINITY)), zero, peak);
+        total = v_select(v_equal(of_total - of_total, zero), total + of_total, total);      /* where a sum is infinite, what it lost is none */
+        delta = v_select(v_equal(of_delta - of_delta, zero), delta + of_delta, delta);
+        const VEC inverse = v_splat(1) / total;
+        v_store(own->peak + r, peak);
+        v_store(own->total + r, total);
+        v_store(own->total_lost + r, inverse);
+        v_store(own->delta + r, delta / total);
+        v_store(expected + r, FMHA_NAME(exp)(v_load(lse + r) - peak));
+    }
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        if (!chosen[r]) continue;
+        /* A logarithm takes longer than all else here: where the total is what lse says it is, to a few roundings, nobody asks for it. */
+        if (!(own->total[r] >= expected[r] * (1 - LSE_ROUNDINGS / 2 * REAL_EPSILON))
+            && FMHA_NAME(of_more_keys)(&run->p, block->b, block->head[r], block->query[r], lse[r], own->peak[r] + REAL_LOG(own->total[r]), &longest)) continue;
+        packed->shift[r] = own->peak[r];
+        packed->inverse[r] = own->total_lost[r];
+        packed->delta[r] = own->delta[r];
+        any = 1;
+    }
+    if (any) *packed->kind = (REAL)((int)*packed->kind | FMHA_NAME(far_block));
+    return any;
+}
+
+/* Own sums of the rows chosen, over all their keys. */
+static int FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const char *chosen)
+{
+    FMHA_NAME(own) own;
+    FMHA_NAME(begin_own)(&w->run->p, block, &own);
+    for (ptrdiff_t j = block->j0 / TILE_KEYS * TILE_KEYS; j < block->j1 && !fmha_pool_stopped(); j += TILE_KEYS) {
+        const ptrdiff_t low = j < block->j0 ? block->j0 : j, high = block->j1 < j + TILE_KEYS ? block->j1 : j + TILE_KEYS;
+        int masked;
+        if (FMHA_NAME(backward_scores)(w, block, packed, low, high - low, 1, &masked) >= 0) FMHA_NAME(own_tile)(w, block, low, &own);
     }
     if (block->few.scratch) *packed->kind = (REAL)((int)*packed->kind | FMHA_NAME(known_block));
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], shift = peak[r] == NEGATIVE_INFINITY ? 0 : peak[r];
-        if (total_lost[r] - total_lost[r] == 0) total[r] += total_lost[r];      /* where a sum is infinite, what it lost is none */
-        if (delta_lost[r] - delta_lost[r] == 0) delta[r] += delta_lost[r];
-        if (!chosen[r] || FMHA_NAME(of_more_keys)(lse, shift + REAL_LOG(total[r]))) continue;
-        packed->shift[r] = shift;
-        packed->inverse[r] = 1 / total[r];
-        packed->delta[r] = delta[r] / total[r];
-    }
+    return FMHA_NAME(take_own)(w, block, packed, &own, chosen);
 }
 
-/* sum(x * y) of n elements of a type. */
-INLINED REAL FMHA_NAME(row_product)(const int type, ptrdiff_t n, const char *x, const char *y)
+/* Whether a block of LONE_ROWS has all its keys in a tile. */
+static inline int FMHA_NAME(is_lone)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block)
 {
-    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    VEC sum = v_splat(0);
-    for (ptrdiff_t d = 0; d < n; d += LANES)
-        sum = sum + FMHA_NAME(stored_load_n)(type, x + d * size, n - d) * FMHA_NAME(stored_load_n)(type, y + d * size, n - d);
-    return FMHA_NAME(sum)(sum);
+    return w->run->cut.rows <= LONE_ROWS && block->j0 < block->j1 && block->j0 / TILE_KEYS == (block->j1 - 1) / TILE_KEYS;
 }
 
-static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, REAL lse)
+/* Whether own sums may take the place of a row's lse. */
+static inline int FMHA_NAME(is_owned)(const FMHA_NAME(backward) *w, REAL lse) { return lse - lse == 0 && !FMHA_NAME(of_a_part)(&w->run->p, lse); }
+
+/* Whether they do at once; lone: whether the row's block is. */
+static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, int lone, REAL lse)
 {
-    return (lse > w->far_above || lse < -FAR_LSE) && lse - lse == 0 && !FMHA_NAME(of_a_part)(&w->run->p, lse);
+    return (lone || lse > w->far_above || lse < (w->few ? -FAR_LSE : -HUGE_LSE)) && FMHA_NAME(is_owned)(w, lse);
 }
 
 /* Whether rows of an element type are finite throughout. */
@@ -311,12 +374,12 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     }
     int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
     if (kind && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
-    const int ordinary = !kind;
+    const int ordinary = !kind, lone = FMHA_NAME(is_lone)(w, block);
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
         to->inverse[r] = 1;
-        to->delta[r] = to->sum[r] = 0;
+        to->delta[r] = to->sum[r] = to->lost[r] = 0;
         if (r >= block->rows || !(wanted >> r & 1)) {
             suspect |= r < block->rows;
             continue;
@@ -332,45 +395,60 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         }
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)];
         const char *g = FMHA_NAME(row_of)(p, &run->grad_out, block, r), *o = FMHA_NAME(row_of)(p, &run->out, block, r);
-        to->delta[r] = p->element == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, p->Dv, g, o)
-                       : p->element == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, p->Dv, g, o)
-                       : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g, o);
+        to->delta[r] = FMHA_NAME(typed_product)(p->element, p->Dv, g, o);
         suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
         if (ordinary && FMHA_NAME(is_idle)(p, g, to->delta[r], lse)) continue;     /* as an empty one */
         if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
         if (p->sinks) to->sum[r] = FMHA_NAME(exp_of)(sink - to->shift[r]);
-        if (FMHA_NAME(is_far)(w, lse)) {
-            kind |= FMHA_NAME(far_block);
-            any |= own[r] = (char)(w->few || lse > HUGE_LSE || lse < -HUGE_LSE);
-        }
+        any |= own[r] = (char)FMHA_NAME(is_far)(w, lone, lse);
     }
     if (suspect && !FMHA_NAME(finite_block)(p, &run->grad_out, block, p->Dv)) kind |= FMHA_NAME(nonfinite_grad_out);
+    if (any && lone && w->run->mode == FMHA_WHOLE) kind |= FMHA_NAME(lone_block);
     *to->kind = (REAL)kind;
-    if (any) FMHA_NAME(own_sums)(w, block, to, own);
+    if (any && !(kind & FMHA_NAME(lone_block))) FMHA_NAME(own_sums)(w, block, to, own);
 }
 
-/* After a far block has met all its keys: far rows whose P do not add up to 1 within the rounding of lse get own sums. Returns
- * whether there were some: the work must be done again. */
-static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, uint64_t wanted)
+/* Own sums of a lone block, whose keys backward_scores has left, from key j on. */
+static void FMHA_NAME(own_of_lone)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j)
+{
+    FMHA_NAME(own) own;
+    char chosen[BLOCK_ROWS];
+    for (ptrdiff_t r = 0; r < block->rows; r++)     /* others than idle ones */
+        chosen[r] = packed->shift[r] != (REAL)INFINITY && FMHA_NAME(is_far)(w, 1, ((const REAL *)w->run->lse)[FMHA_NAME(row_at)(w->run, block, r)]);
+    FMHA_NAME(begin_own)(&w->run->p, block, &own);
+    FMHA_NAME(own_tile)(w, block, j, &own);
+    FMHA_NAME(take_own)(w, block, packed, &own, chosen);
+}
+
+/* Of a block that has met all its keys, the rows whose P by lse do not add up to 1 within rounding, and which lse is not taken over more keys
+ * than these. Returns whether there are any. */
+static int FMHA_NAME(rows_apart)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, uint64_t wanted, char *apart)
 {
     const fmha_run *run = w->run;
-    char own[BLOCK_ROWS] = {0};
+    const fmha_problem *p = &run->p;
+    REAL longest = -1;
     int any = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
-        if (!(wanted >> r & 1)) continue;
-        REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)], apart = packed->sum[r] - 1;
+        const REAL beyond = packed->sum[r] - 1 + packed->lost[r], least = 4 * REAL_EPSILON;
+        apart[r] = 0;
+        if ((beyond < least && beyond > -least) || !(wanted >> r & 1)) continue;
+        const REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)];
+        if (packed->shift[r] != lse || !FMHA_NAME(is_owned)(w, lse)) continue;       /* own sums already, or nothing is asked of it */
         int exponent;
         frexp((double)lse, &exponent);
-        if (w->few || !FMHA_NAME(is_far)(w, lse) || lse > HUGE_LSE || lse < -HUGE_LSE) continue;       /* own sums already */
-        /* lse is of more keys */
-        if (REAL_LOG(packed->sum[r]) < -LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse))) continue;
-        /* Half a unit in the last place of lse, and of sum. */
-        REAL slack = REAL_EPSILON * (4 + (REAL)ldexp(0.375, exponent));
-        any |= own[r] = (char)(apart > slack || apart < -slack);
-        packed->sum[r] = 0;
+        const REAL slack = least + REAL_EPSILON * (REAL)ldexp(0.375, exponent);      /* half a unit in the last place of lse, and of exponentials and sums */
+        if (beyond < slack && beyond > -slack) continue;
+        if (FMHA_NAME(of_more_keys)(p, block->b, block->head[r], block->query[r], lse, lse + REAL_LOG(1 + beyond), &longest)) continue;
+        any |= apart[r] = 1;
     }
-    if (any) FMHA_NAME(own_sums)(w, block, packed, own);
     return any;
+}
+
+/* Such rows get own sums. Returns whether there are any: the work must be done again. */
+static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, uint64_t wanted)
+{
+    char apart[BLOCK_ROWS];
+    return FMHA_NAME(rows_apart)(w, block, packed, wanted, apart) && FMHA_NAME(own_sums)(w, block, packed, apart);
 }
 
 /* The block's rows of x (q or grad_out), which meet n keys, as rows of whole vectors: where they lie if they are one head's, or copied. */
@@ -416,9 +494,9 @@ static void FMHA_NAME(rows_nonfinite)(const fmha_problem *p, const FMHA_NAME(row
 }
 
 /* scores -> P^T, grad_scores -> dS^T. masked: what is removed (-inf) gives exactly 0, whatever shift, dP and delta are. far: with
- * the factor inverse, 1 but for own sums, and the sum of P. */
+ * the factor inverse, 1 but for own sums. sums: of P. */
 INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, const int far, ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *g,
-                                         const REAL *slope, const FMHA_NAME(packed) *rows, ptrdiff_t first)
+                                         const REAL *slope, const FMHA_NAME(packed) *rows, ptrdiff_t first, REAL *sums)
 {
     VEC shift[MICRO_VECTORS], delta[MICRO_VECTORS], inverse[MICRO_VECTORS], sum[MICRO_VECTORS];
     const VEC gone = v_splat(NEGATIVE_INFINITY), zero = v_splat(0);
@@ -428,7 +506,7 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
         shift[v] = v_load(rows->shift + first + v * LANES);
         delta[v] = v_load(rows->delta + first + v * LANES);
         if (far) inverse[v] = v_load(rows->inverse + first + v * LANES);
-        if (far) sum[v] = zero;
+        sum[v] = zero;
     }
     /* Where rows are a single vector, several keys of them in step. */
 #define GRADIENTS(keys) \
@@ -450,7 +528,7 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
                 if (slope) d = d * v_load(slope + at); \
                 d = v_select(removed, zero, d); \
             } \
-            if (far) sum[v] = sum[v] + p[i]; \
+            sum[v] = sum[v] + p[i]; \
             v_store(s + at, p[i]); \
             v_store(g + at, d); \
         } \
@@ -459,8 +537,7 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
     GRADIENTS(1)
 #undef GRADIENTS
 #pragma GCC unroll 4
-    for (int v = 0; far && v < vectors; v++)
-        v_store(rows->sum + first + v * LANES, v_load(rows->sum + first + v * LANES) + sum[v]);
+    for (int v = 0; v < vectors; v++) v_store(sums + v * LANES, sum[v]);
 }
 
 /* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width), of sums that are 0 where this is the first, which not banded is
@@ -510,25 +587,44 @@ static int FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, 
     return many;
 }
 
-/* The tile that backward_scores has left, of n keys: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or NULL. */
-static void FMHA_NAME(gradient_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
-                                     int banded, int masked, ptrdiff_t n, const REAL *slope)
+/* Of so many rows, sums of P join those before. */
+static void FMHA_NAME(add_probabilities)(ptrdiff_t rows, const REAL *sums, const FMHA_NAME(packed) *packed)
+{
+    for (ptrdiff_t r = 0; r < rows; r += LANES) {
+        const VEC before = v_load(packed->sum + r), sum = v_load(sums + r), after = before + sum, added = after - before;
+        v_store(packed->sum + r, after);
+        v_store(packed->lost + r, v_load(packed->lost + r) + ((before - (after - added)) + (sum - added)));
+    }
+}
+
+/* The tile that backward_scores has left, of n keys from key j on: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or NULL. */
+static void FMHA_NAME(gradient_tile)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                                     int banded, int masked, ptrdiff_t j, ptrdiff_t n, const REAL *slope)
 {
     ptrdiff_t queries = block->queries, ld = block->ld;
-    REAL *s = w->m.scores, *g = w->m.grad_scores;
+    REAL *s = w->m.scores, *g = w->m.grad_scores, here[BLOCK_ROWS], *sums = w->sums ? w->sums : here;
     int far = ((int)*packed->kind & FMHA_NAME(far_block)) != 0;
-    for (ptrdiff_t q = 0, vectors; q < queries; q += vectors * LANES) {
-        vectors = !banded && (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
-        ptrdiff_t low = banded ? block->low[q / LANES] : 0, keys = banded ? block->high[q / LANES] - low : n, at = low * ld + q;
-        const REAL *slope_at = slope ? slope + at : NULL;
+    w->waiting = 0;
+    for (ptrdiff_t from = 0, to; from < n; from = to) {
+        to = (j + from) / P_KEYS * P_KEYS + P_KEYS - j;
+        if (to > n) to = n;
+        for (ptrdiff_t q = 0, vectors; q < queries; q += vectors * LANES) {
+            vectors = !banded && (queries - q) / LANES >= MICRO_VECTORS ? MICRO_VECTORS : 1;
+            ptrdiff_t low = banded && block->low[q / LANES] > from ? block->low[q / LANES] : from;
+            ptrdiff_t high = banded && block->high[q / LANES] < to ? block->high[q / LANES] : to, at = low * ld + q;
+            const REAL *slope_at = slope ? slope + at : NULL;
+            if (high < low) high = low;
 #define GRADIENT(many, masks, distant) \
-    FMHA_NAME(gradient_columns)(many, masks, distant, keys, ld, s + at, g + at, masks ? slope_at : NULL, packed, q)
-        if (vectors == MICRO_VECTORS && !masked && !far) GRADIENT(MICRO_VECTORS, 0, 0);
-        else if (vectors == MICRO_VECTORS && !far) GRADIENT(MICRO_VECTORS, 1, 0);
-        else if (vectors == MICRO_VECTORS) GRADIENT(MICRO_VECTORS, 1, 1);
-        else if (!far) GRADIENT(1, 1, 0);
-        else GRADIENT(1, 1, 1);
+    FMHA_NAME(gradient_columns)(many, masks, distant, high - low, ld, s + at, g + at, masks ? slope_at : NULL, packed, q, sums + q)
+            if (vectors == MICRO_VECTORS && !masked && !far) GRADIENT(MICRO_VECTORS, 0, 0);
+            else if (vectors == MICRO_VECTORS && !far) GRADIENT(MICRO_VECTORS, 1, 0);
+            else if (vectors == MICRO_VECTORS) GRADIENT(MICRO_VECTORS, 1, 1);
+            else if (!far) GRADIENT(1, 1, 0);
+            else GRADIENT(1, 1, 1);
 #undef GRADIENT
+        }
+        if (w->sums) sums += BLOCK_ROWS, w->waiting++;
+        else FMHA_NAME(add_probabilities)(queries, sums, packed);
     }
 }
 
@@ -554,6 +650,14 @@ static int FMHA_NAME(wait_for)(const FMHA_NAME(turn) *turn)
 static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
 {
     if (turn->taken) __atomic_store_n(turn->taken, turn->number + 1, __ATOMIC_RELEASE);
+}
+
+/* The turn at a block is over: before that, the sums of P that have waited for it are added. */
+static void FMHA_NAME(end_turn_of_block)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const FMHA_NAME(turn) *turn)
+{
+    for (int m = 0; m < w->waiting; m++) FMHA_NAME(add_probabilities)(block->queries, w->sums + m * BLOCK_ROWS, packed);
+    w->waiting = 0;
+    FMHA_NAME(end_turn)(turn);
 }
 
 /* total (rows, width) <- total, or 0 where it has not begun, + each of so many sums, `apart` elements from one to the next. */
@@ -620,9 +724,10 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         memset(grad_v, 0, (size_t)(n * value_width) * sizeof(REAL));
     }
     if (banded < 0) return 0;
+    if ((int)*packed->kind & FMHA_NAME(lone_block)) FMHA_NAME(own_of_lone)(w, block, packed, j);
     FMHA_NAME(fetch_part)(w->next, 0);
     FMHA_NAME(fetch_part)(w->next, 4);
-    FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, n, p->softcap != 0 ? w->m.slopes : NULL);
+    FMHA_NAME(gradient_tile)(w, block, packed, banded, masked, j, n, p->softcap != 0 ? w->m.slopes : NULL);
     FMHA_NAME(fetch_part)(w->next, 3);
     for (ptrdiff_t q = 0; p->dropout.factor != 0 && q < block->queries; q += LANES)
         for (ptrdiff_t k = block->low[q / LANES]; k < block->high[q / LANES]; k++)

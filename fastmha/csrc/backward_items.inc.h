@@ -4,15 +4,16 @@
  * split, with the same bits, where whole heads would leave threads idle: its blocks are prepared (FMHA_PREPARE), its tiles or parts of
  * these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these (FMHA_RESULTS). Where these are
  * few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks gives to dK and dV is added to the
- * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. */
+ * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. Blocks with rows
+ * that want sums of their own say so with the results: then they get them (FMHA_MEND), and heads that have some start again (FMHA_RESTART). */
 
 /* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles have had
- * their turn at each block; of shares, which keys [from[n], to[n]) block n attends, how many have had their
+ * their turn at each block; whether rows have got own sums after all keys; of shares, which keys [from[n], to[n]) block n attends, how many have had their
  * turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width). */
 typedef struct {
     FMHA_NAME(packed) packed;
     REAL *grad_q, *grad_k, *grad_v;
-    int *taken, *shares_taken;
+    int *taken, *shares_taken, *mended;
     ptrdiff_t *from, *to;
 } FMHA_NAME(split_head);
 
@@ -45,6 +46,7 @@ static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share,
     to->from = (ptrdiff_t *)FMHA_NAME(take)(memory, &used, ends);
     to->to = (ptrdiff_t *)FMHA_NAME(take)(memory, &used, ends);
     to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
+    to->mended = (int *)FMHA_NAME(take)(memory, &used, 1);
     to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, keys / FMHA_SUM_KEYS);
     to->grad_k = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->D, LANES));
     to->grad_v = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->Dv, LANES));
@@ -81,17 +83,6 @@ static void FMHA_NAME(begin_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *blo
     else *own->kind = 0;
 }
 
-/* Whether the block's far rows have got sums of their own, after it has met all keys. */
-static int FMHA_NAME(mend_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *own, uint64_t wanted)
-{
-    return wanted && (int)*own->kind & FMHA_NAME(far_block) && FMHA_NAME(mended)(&x->w, block, own, wanted);
-}
-
-static int FMHA_NAME(removes_pairs)(const fmha_problem *p)
-{
-    return p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
-}
-
 /* Whether keys, or values, j .. j+n of those that rows may attend are finite. */
 static int FMHA_NAME(keys_finite)(const fmha_problem *p, const fmha_array *x, ptrdiff_t width, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t n)
 {
@@ -123,27 +114,39 @@ static void FMHA_NAME(leave_out_rows)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *
     if (some) FMHA_NAME(rows_together)(p, block);
 }
 
-/* FMHA_PREPARE: a block is ready; its far rows have met all keys, in the order and with the sums of FMHA_WHOLE. */
+/* FMHA_RESTART: nothing has been added to the sums of a block, or in turn to those of the head's keys. */
+static void FMHA_NAME(restart_item)(FMHA_NAME(gradients) *x)
+{
+    const ptrdiff_t i0 = x->item.i0;
+    FMHA_NAME(packed) own = FMHA_NAME(packed_from)(&x->w.run->p, &x->packed, i0);
+    if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(x->w.run->p.Lk, FMHA_SUM_KEYS) * sizeof(int));
+    x->split.taken[i0 / BLOCK_ROWS] = 0;
+    memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+    if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+}
+
+/* FMHA_PREPARE: a block is ready. */
 static void FMHA_NAME(prepare_item)(FMHA_NAME(gradients) *x)
 {
-    const fmha_problem *p = &x->w.run->p;
     FMHA_NAME(rows) block;
     FMHA_NAME(packed) own;
     const ptrdiff_t i0 = x->item.i0;
     const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
-    if (i0 == 0 && x->share) memset(x->split.shares_taken, 0, (size_t)fmha_parts(p->Lk, FMHA_SUM_KEYS) * sizeof(int));
+    if (i0 == 0) *x->split.mended = 0;
     if (x->share) x->split.from[i0 / BLOCK_ROWS] = block.j0, x->split.to[i0 / BLOCK_ROWS] = block.j1;
-    x->split.taken[i0 / BLOCK_ROWS] = 0;
-    memset(own.grad_q, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
-    if (x->matrix) memset(x->grad_q + i0 * x->width, 0, (size_t)(BLOCK_ROWS * x->width) * sizeof(REAL));
+    FMHA_NAME(restart_item)(x);
     FMHA_NAME(begin_block)(x, &block, &own, wanted);
-    if (!wanted || !((int)*own.kind & FMHA_NAME(far_block)) || p->Lk == 0 || x->w.few) return;       /* few far rows have own sums */
-    for (ptrdiff_t j = block.j0 / TILE_KEYS * TILE_KEYS; j < block.j1 && !fmha_pool_stopped(); j += TILE_KEYS) {
-        ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + TILE_KEYS ? block.j1 : j + TILE_KEYS;
-        int masked, banded = FMHA_NAME(backward_scores)(&x->w, &block, &own, low, high - low, 0, &masked);
-        if (banded >= 0) FMHA_NAME(gradient_tile)(&x->w, &block, &own, banded, masked, high - low, p->softcap != 0 ? x->w.m.slopes : NULL);
-    }
-    FMHA_NAME(mend_block)(x, &block, &own, wanted);
+}
+
+/* FMHA_MEND: rows of a block get own sums, if they want some. */
+static void FMHA_NAME(mend_item)(FMHA_NAME(gradients) *x)
+{
+    FMHA_NAME(rows) block;
+    FMHA_NAME(packed) own;
+    const uint64_t wanted = FMHA_NAME(gradient_block)(x, x->item.i0, &block, &own);
+    if (!wanted || !FMHA_NAME(mended)(&x->w, &block, &own, wanted)) return;
+    __atomic_store_n(x->split.mended, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&x->w.run->apart[1], 1, __ATOMIC_RELAXED);
 }
 
 /* What the blocks of an item add to grad_k and grad_v of n keys (keys, width): the sums; and of a share how many of its blocks have sums
@@ -247,7 +250,6 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
         ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
         if (low >= high) continue;
         const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
-        if (x->states_known) own.sum = x->w.m.unread;       /* several items are at work on a block */
         const REAL *shift = own.shift;
 #if FMHA_TILES
         FMHA_NAME(gradient_rows) rows;
@@ -282,7 +284,7 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
                 multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes, direct_k ? factor : 1, of_keys, of_values,
                                                        own.grad_q, &turn);
         }
-        if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn)(&turn);
+        if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn_of_block)(&x->w, &block, &own, &turn);
     }
     if (!sums.ours) {
         if (!FMHA_NAME(wait_for)(&sums.turn)) return;
@@ -299,7 +301,7 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
     if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums.total_v, x->value_width, to_v, run->grad_v.stride[2]);
 }
 
-/* FMHA_WHOLE: all tiles and blocks; again, if far rows have got sums of their own. */
+/* FMHA_WHOLE: all tiles and blocks; again, if rows have got sums of their own. */
 static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
 {
     const fmha_problem *p = &x->w.run->p;
@@ -321,10 +323,9 @@ static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
         } while (x->last_row < rows);
         x->item.i0 = 0;
         done = 1;
-        for (ptrdiff_t i0 = 0; i0 < x->last_row && x->last_key > 0 && !again && x->left; i0 += BLOCK_ROWS) {
-            if (!((int)x->packed.kind[i0] & FMHA_NAME(far_block))) continue;
+        for (ptrdiff_t i0 = 0; i0 < x->last_row && x->last_key > 0 && !again && x->left && !fmha_pool_stopped(); i0 += BLOCK_ROWS) {
             const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
-            if (FMHA_NAME(mend_block)(x, &block, &own, wanted)) done = 0;
+            if (wanted && FMHA_NAME(mended)(&x->w, &block, &own, wanted)) done = 0;
         }
     }
 }
@@ -339,7 +340,10 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
     for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row; i0 += BLOCK_ROWS) {
         FMHA_NAME(rows) block;
         FMHA_NAME(packed) own;
-        FMHA_NAME(gradient_block)(x, i0, &block, &own);
+        const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
+        char apart[BLOCK_ROWS];
+        if (x->states_known && !run->again && wanted && p->Lk > 0 && FMHA_NAME(rows_apart)(&x->w, &block, &own, wanted, apart))
+            __atomic_store_n(&run->apart[0], 1, __ATOMIC_RELAXED);
 #if FMHA_TILES
         if (x->matrix) {
             FMHA_NAME(gradient_rows) rows;
@@ -376,7 +380,8 @@ INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptr
     const fmha_item item = fmha_item_of(&run->cut, index);
     FMHA_NAME(gradients) x = {
         .w = {.run = run, .far = FMHA_NAME(values_far)(p), .few = run->cut.rows <= FMHA_DECODE_ROWS,
-              .far_above = FAR_LSE + (run->cut.rows <= LONE_ROWS ? 0 : REAL_LOG((REAL)p->Lk)), .fewest = run->cut.rows <= FEW_QUERIES},
+              .far_above = run->cut.rows > FMHA_DECODE_ROWS ? HUGE_LSE : FAR_LSE + (run->cut.rows <= LONE_ROWS ? 0 : REAL_LOG((REAL)p->Lk)),
+              .fewest = run->cut.rows <= FEW_QUERIES},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),
         .value_width = ROUND_UP(p->Dv, LANES), .matrix = matrix, .states_known = mode != FMHA_WHOLE, .left = 1,
         .share = mode == FMHA_WHOLE ? 0 : run->share, .keys = mode == FMHA_WHOLE ? TILE_KEYS : run->cut.col_step,
@@ -411,6 +416,8 @@ INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptr
         x.packed = x.split.packed;
         x.grad_q = x.split.grad_q;
         if (x.share) x.grad_k = x.split.grad_k, x.grad_v = x.split.grad_v;
+        if (mode == FMHA_TURNS || mode == FMHA_SHARES) x.w.sums = x.w.m.sums;
+        if (run->again && !*x.split.mended) return;
     }
     if (mode == FMHA_RESULTS) {
         FMHA_NAME(write_blocks)(&x);
@@ -429,6 +436,10 @@ INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptr
         FMHA_NAME(whole_item)(&x);
     } else if (mode == FMHA_PREPARE) {
         FMHA_NAME(prepare_item)(&x);
+    } else if (mode == FMHA_MEND) {
+        FMHA_NAME(mend_item)(&x);
+    } else if (mode == FMHA_RESTART) {
+        FMHA_NAME(restart_item)(&x);
     } else {
         FMHA_NAME(gradient_tile_item)(&x, item.j0, item.cols, 0);
     }

@@ -98,10 +98,10 @@ static atomic_int items, forking;   /* items under way; forks that wait for them
 void fmha_blas_item_begin(void)
 {
     for (;;) {
-        atomic_fetch_add(&items, 1);
-        if (!atomic_load(&forking)) return; /* in this order: a fork that begins now sees the item */
+        const int others = atomic_fetch_add(&items, 1);
+        if (others < FMHA_MOST_IN_BLAS && !atomic_load(&forking)) return; /* in this order: a fork that begins now sees the item */
         atomic_fetch_sub(&items, 1);
-        while (atomic_load(&forking)) sched_yield();
+        while (atomic_load(&forking) || atomic_load(&items) >= FMHA_MOST_IN_BLAS) sched_yield();
     }
 }
 

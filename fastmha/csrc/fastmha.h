@@ -117,8 +117,9 @@ typedef struct {
 #define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
 /* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to prepare, a
- * tile of its keys, or a part of one, with turns at grad_q, a share of the blocks on that with turns at its sums, too, a block to write. */
-enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS };
+ * tile of its keys, or a part of one, with turns at grad_q, a share of the blocks on that with turns at its sums, too, a block to write; a block
+ * some of whose rows may want sums of their own, and one to begin again. */
+enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS, FMHA_MEND, FMHA_RESTART };
 
 /* What a pair costs in blocks of half and of a quarter of the rows; and, in runs of a block, what a run leaves and its merging cost. */
 #define FMHA_HALF_COST 1.04
@@ -147,6 +148,7 @@ typedef struct fmha_run {
     fmha_array grad_mask;       /* of an additive mask, in its shape: a pass of its own behind the others of backward */
     int mode;                   /* which pass: of backward, and of packed sequences forward */
     ptrdiff_t share;            /* blocks of a share, where heads are split into these; else 0 */
+    int *apart, again;          /* of heads that are split: whether some rows want own sums, whether some have got them; and only heads with such work again */
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
@@ -480,7 +482,8 @@ fmha_split fmha_backward_split(const fmha_problem *p, int threads, int *quick);
 
 static inline fmha_cut fmha_backward_cut(const fmha_problem *p, int mode, const fmha_split *split)
 {
-    fmha_cut cut = mode == FMHA_PREPARE || mode == FMHA_RESULTS ? fmha_forward_cut(p) : fmha_heads_cut(p);
+    const int of_blocks = mode == FMHA_PREPARE || mode == FMHA_RESULTS || mode == FMHA_MEND || mode == FMHA_RESTART;
+    fmha_cut cut = of_blocks ? fmha_forward_cut(p) : fmha_heads_cut(p);
     const ptrdiff_t whole = split->whole < cut.last ? split->whole : cut.last;
     if (mode == FMHA_WHOLE) cut.last = whole;
     else cut.first = whole;

@@ -60,7 +60,7 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
                     int masked, banded = FMHA_NAME(backward_scores)(&w, &block, &w.m.packed, j, n, 0, &masked);
                     if (banded < 0) continue;
                     /* grad_mask <- grad_mask + P (dP - delta), behind the softcap */
-                    FMHA_NAME(gradient_tile)(&w, &block, &w.m.packed, banded, masked, n, NULL);
+                    FMHA_NAME(gradient_tile)(&w, &block, &w.m.packed, banded, masked, j, n, NULL);
                     FMHA_NAME(add_to_mask)(&block, w.m.grad_scores, sums + (key_step ? j - j0 : 0) * key_step, key_step, row_step);
                 }
             }

@@ -223,14 +223,71 @@ static void FMHA_NAME(attend_rows)(const fmha_problem *p, const fmha_block *bloc
     }
 }
 
-/* By how many roundings of its own size an lse and the log of the sum of P may be apart. */
-#define LSE_ROUNDINGS 16
-
-/* Whether a row's lse was taken over more keys than those whose scores give `own`: then it says what they cannot, and exceeds own
- * by more than rounding. */
-static inline int FMHA_NAME(of_more_keys)(REAL lse, REAL own)
+static int FMHA_NAME(removes_pairs)(const fmha_problem *p)
 {
-    return own - lse < -LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
+    return p->banded || p->key_start || p->key_length || p->bool_mask.data || p->additive_mask.data;
+}
+
+static int FMHA_NAME(removed)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t j)
+{
+    ptrdiff_t low, high;
+    fmha_row_keys(p, block->b, i, &low, &high);
+    if (j < low || j >= high) return 1;
+    const ptrdiff_t *m = p->bool_mask.stride;
+    if (p->bool_mask.data && ((const unsigned char *)p->bool_mask.data)[block->b * m[0] + block->h * m[1] + i * m[2] + j * m[3]])
+        return 1;
+    if (!p->additive_mask.data) return 0;
+    const char *added = FMHA_NAME(mask_at)(p->mask_element, &p->additive_mask, block->b, block->h, i, j);
+    return FMHA_NAME(stored_value)(p->mask_element, added) == NEGATIVE_INFINITY;
+}
+
+/* sum(x * y) of n elements of a type. */
+INLINED REAL FMHA_NAME(row_product)(const int type, ptrdiff_t n, const char *x, const char *y)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(type);
+    VEC sum = v_splat(0);
+    for (ptrdiff_t d = 0; d < n; d += LANES)
+        sum = sum + FMHA_NAME(stored_load_n)(type, x + d * size, n - d) * FMHA_NAME(stored_load_n)(type, y + d * size, n - d);
+    return FMHA_NAME(sum)(sum);
+}
+
+static REAL FMHA_NAME(typed_product)(int type, ptrdiff_t n, const char *x, const char *y)
+{
+    return type == FMHA_HALF ? FMHA_NAME(row_product)(FMHA_HALF, n, x, y)
+           : type == FMHA_BFLOAT ? FMHA_NAME(row_product)(FMHA_BFLOAT, n, x, y)
+           : FMHA_NAME(row_product)(FMHA_SAME, n, x, y);
+}
+
+/* The largest square of a key of query head h, of those that query i may attend, or of all where i is -1. */
+static REAL FMHA_NAME(longest_key)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i)
+{
+    const fmha_block head = {.b = b, .h = h};
+    REAL longest = 0;
+    for (ptrdiff_t j = 0; j < p->Lk; j++) {
+        if (i >= 0 && FMHA_NAME(removed)(p, &head, i, j)) continue;
+        const char *k = FMHA_NAME(stored_row)(p, &p->k, b, h / (p->H / p->Hkv), j);
+        const REAL squares = FMHA_NAME(typed_product)(p->stored, p->D, k, k);
+        if (!(squares <= longest)) longest = squares;       /* one that is no number, or a later one */
+    }
+    return longest;
+}
+
+/* By how many roundings of its own size an lse and the log of the sum of P may be apart; and by how many of |scale| |q| |k|, since scores may
+ * be small sums of large terms, which another pass adds up in another order. */
+#define LSE_ROUNDINGS 16
+#define SCORE_ROUNDINGS 4
+
+/* Whether a row's lse was taken over more keys than those whose scores give `own`: then it says what they cannot, and exceeds own by more than
+ * rounding. longest: longest_key of all keys, once asked for, of rows of a key/value head; -1 before. */
+static int FMHA_NAME(of_more_keys)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i, REAL lse, REAL own, REAL *longest)
+{
+    const REAL beyond = lse - own - LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
+    if (!(beyond > 0)) return 0;
+    const char *q = FMHA_NAME(row_in)(p->element, &p->q, b, h, i);
+    const double of_query = SCORE_ROUNDINGS * REAL_EPSILON * fabs(p->scale) * sqrt((double)FMHA_NAME(typed_product)(p->element, p->D, q, q));
+    if (*longest == -1) *longest = FMHA_NAME(longest_key)(p, b, h, -1);
+    if (beyond > of_query * sqrt((double)*longest)) return 1;
+    return !FMHA_NAME(removes_pairs)(p) ? 0 : beyond > of_query * sqrt((double)FMHA_NAME(longest_key)(p, b, h, i));
 }
 
 /* Whether lse counts whatever these scores add up to: they are a part of its keys', and what they lack may be less than its rounding
@@ -284,6 +341,7 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
                                             void *states)
 {
     const REAL *lse = lse_;
+    REAL longest = -1;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         REAL *s = (REAL *)scores + r * block->ld, *g = (REAL *)grad_weights + r * block->ld;
         ptrdiff_t i = block->i0 + r, low, high;
@@ -312,7 +370,7 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         for (ptrdiff_t j = 0; j < n; j += LANES) sum = sum + FMHA_NAME(exp)(v_load_n(s + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
         total = FMHA_NAME(sum)(sum);
         if (p->sinks) total += FMHA_NAME(exp_of)(sink - peak);
-        int more = FMHA_NAME(of_a_part)(p, lse[r]) || FMHA_NAME(of_more_keys)(lse[r], peak + REAL_LOG(total));
+        int more = FMHA_NAME(of_a_part)(p, lse[r]) || FMHA_NAME(of_more_keys)(p, block->b, block->h, i, lse[r], peak + REAL_LOG(total), &longest);
         if (!more) {
             delta = FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
         } else {
@@ -366,19 +424,6 @@ static void FMHA_NAME(copy_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x
 static void FMHA_NAME(multiply)(ptrdiff_t n, void *x, double factor)
 {
     for (ptrdiff_t j = 0; j < n; j++) ((REAL *)x)[j] *= (REAL)factor;
-}
-
-static int FMHA_NAME(removed)(const fmha_problem *p, const fmha_block *block, ptrdiff_t i, ptrdiff_t j)
-{
-    ptrdiff_t low, high;
-    fmha_row_keys(p, block->b, i, &low, &high);
-    if (j < low || j >= high) return 1;
-    const ptrdiff_t *m = p->bool_mask.stride;
-    if (p->bool_mask.data && ((const unsigned char *)p->bool_mask.data)[block->b * m[0] + block->h * m[1] + i * m[2] + j * m[3]])
-        return 1;
-    if (!p->additive_mask.data) return 0;
-    const char *added = FMHA_NAME(mask_at)(p->mask_element, &p->additive_mask, block->b, block->h, i, j);
-    return FMHA_NAME(stored_value)(p->mask_element, added) == NEGATIVE_INFINITY;
 }
 
 static inline int FMHA_NAME(all_nan)(ptrdiff_t n, const REAL *x)

@@ -66,7 +66,7 @@ class _Rounding:
         once, twice = (weights, weights) if slope is None else (weights * slope, weights * slope * slope)
         squares = twice @ (x * x) + centre * centre * size
         total = np.maximum(squares - 2 * centre * (once @ x), 1e-15 * squares)  # float64 knows no more
-        return np.sqrt(total * size if self.power == 1 else total)  # power 1: Cauchy-Schwarz
+        return np.sqrt(total) * np.sqrt(size) if self.power == 1 else np.sqrt(total)  # power 1: Cauchy-Schwarz
 
     def rounded(self, terms: Array | int, a: Array, x: Array, fold: Fold = np.asarray) -> Array:
         """Of ``a @ x`` computed as sums of so many rounded products: the notes of `error_bounds`."""

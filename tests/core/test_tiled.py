@@ -269,6 +269,52 @@ def test_heads_that_are_split_have_the_gradients_of_whole_ones_bit_for_bit(isa, 
     assert_same(whole, fastmha.attention_backward(arrays[3], *arrays[:3], out, lse, algorithm="tiled", **keywords))
 
 
+def lse_of_more_terms(lse, by):
+    """As of another algorithm, of other roundings, for some rows."""
+    moved = lse.copy()
+    moved[..., ::7] += lse.dtype.type(by)
+    return moved
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 130, 400, 8, 8), (2, 2, 2, 65, 700, 6, 5), (1, 3, 1, 100, 193, 8, 8), (1, 4, 1, 1, 700, 9, 16)],
+)
+def test_heads_whose_rows_want_sums_of_their_own_after_all_keys_have_the_same_bits_whole_and_split(isa, dtype, shape, rng):
+    """Where lse is not what the scores add up to, all is done again. The first row of each seven wants that here."""
+    q, k, v, g = draw(rng, *shape, dtype=dtype)
+    eps = np.finfo(dtype).eps
+    out, lse = tiled(q, k, v)
+    own = gradients((q, k, v, g), out, lse_of_more_terms(lse, -1e4 * eps), "whole", 1)
+    right = gradients((q, k, v, g), out, lse, "whole", 1)
+    for x, y in zip(own, right, strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=300 * eps * np.abs(y).max())
+    for by in (-1e4 * eps, -100 * eps):
+        moved = lse_of_more_terms(lse, by)
+        whole = gradients((q, k, v, g), out, moved, "whole", 1)
+        for split in (*SPLITS, None):
+            for threads in (1, 3):
+                assert_same(whole, gradients((q, k, v, g), out, moved, split, threads))
+
+
+@pytest.mark.parametrize("by", [-1e-3, 1e-3])
+def test_packed_heads_whose_rows_want_sums_of_their_own_have_the_bits_of_sequences_alone(isa, by, rng):
+    """Beyond its rounding a smaller lse is no other than wrong; a larger one is that of more keys."""
+    lengths = [70, 300, 1, 130]
+    q, k, v, g = (rng.standard_normal((sum(lengths), 2, 8)).astype(np.float32) for _ in range(4))
+    out, lse = fastmha.attention_packed(q, k, v, lengths, return_lse=True)
+    moved = lse_of_more_terms(lse, by)
+    alone = []
+    for end, L in zip(np.cumsum(lengths), lengths, strict=True):
+        part = slice(end - L, end)
+        heads = (x[part].swapaxes(0, 1)[None] for x in (g, q, k, v, out))
+        own = fastmha.attention_backward(*heads, np.ascontiguousarray(moved[None, :, part]), algorithm="tiled")
+        alone.append([x[0].swapaxes(0, 1) for x in own])
+    found = fastmha.attention_packed_backward(g, q, k, v, out, moved, lengths, algorithm="tiled", num_threads=3)
+    for x, parts in zip(found, zip(*alone, strict=True), strict=True):
+        assert_same([x], [np.concatenate(parts)])
+
+
 SECTION_CASES = {
     "plain": {}, "causal": {"is_causal": True, "offset": 0}, "window": {"window": (40, 30), "offset": 0},
     "peaked scores, whose sums decide": {"scale": 1.0}, "huge scores": {"scale": 1e3},

@@ -143,6 +143,22 @@ def test_errors_are_raised_where_it_is_traced(keywords, error, message, operands
         fails(lambda: transform(lambda q, k, v: face.attention(q, k, v, **keywords))(*operands[:3]), error, message)  # noqa: B023
 
 
+@pytest.mark.parametrize(("keywords", "error", "match"), [
+    ({"algorithm": "nope"}, ValueError, 'algorithm must be "auto", "blas", "tiled" or "decode", got \'nope\''),
+    ({"num_threads": 0}, ValueError, "num_threads must be at least 1, got 0"),
+    ({"dropout": 0.5, "seed": jax.random.key(0)}, TypeError, r"seed must be an integer, got a key of JAX .*jax\.random\.bits"),
+])
+def test_what_is_wrong_with_a_call_is_said_when_it_is_traced(operands, keywords, error, match):
+    with pytest.raises(error, match=match):
+        jax.eval_shape(lambda *x: face.attention(*x, **keywords), *operands[:3])
+
+
+def test_an_algorithm_without_gradients_says_so_when_they_are_traced(operands):
+    assert face.attention(*operands[:3], algorithm="decode").shape
+    with pytest.raises(ValueError, match='"decode" cannot serve this call: it has no backward pass'):
+        jax.eval_shape(jax.grad(lambda *x: face.attention(*x, algorithm="decode").sum()), *operands[:3])
+
+
 def test_what_is_wrong_with_values_is_said_when_it_runs(operands):
     lengths = np.array([1, 9])
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"key_padding_lengths must lie in .*, got 9 at index 1"):

@@ -666,6 +666,21 @@ def test_vmap(draw):
         close(mapped, torch.stack([sdpa(q[i], k, v[:, i], of_m(i)) for i in range(3)]))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_gradients_of_each_result(batch, draw):
+    """Each sees one lse, which is laid out over all of them."""
+    q, k, v = draw(batch, H, L, E), draw(batch, H, S, E), draw(batch, H, S, Ev)
+    expected = torch.autograd.functional.jacobian(lambda q: own(q, k, v)[0, 0, :2], q)
+    for _ in range(20):     # what lies behind an lse is not always another one
+        close(torch.func.jacrev(lambda q: sdpa(q, k, v)[0, 0, :2])(q.detach()), expected)
+
+
+def test_several_gradients_at_once_are_refused(draw):
+    q, k, v = draw(1, H, L, E), draw(1, H, S, E), draw(1, H, S, Ev)
+    with pytest.raises(NotImplementedError, match=r"^fastmha.torch computes one gradient at a time: .*torch.func.jacrev do$"):
+        torch.autograd.functional.jacobian(lambda q: sdpa(q, k, v), q, vectorize=True)
+
+
 def test_gradients_of_each_sample(draw):
     q, k, v, mask = draw(3, B, H, L, E), draw(B, H, S, E), draw(B, H, S, Ev), draw(1, 1, L, S)
 
@@ -819,9 +834,19 @@ def test_what_is_not_served_goes_to_torch_and_is_said_once(draw):
     (lambda q, k, v: sdpa(q, k.float(), v), TypeError, r"^key has dtype torch.float32 but query has torch.float64$"),
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).bool(), is_causal=True), ValueError, r"^is_causal and attn_mask are given"),
     (lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]), ValueError, r"^key has 2 heads on axis -3 but query has 4: enable_gqa=True"),
-    (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S + 1, dtype=q.dtype)), ValueError, "mask"),
+    (lambda q, k, v: sdpa(q, k, v[:, :2]), ValueError, r"^value has 2 heads on axis -3 but query has 4: enable_gqa=True"),
+    (lambda q, k, v: sdpa(q[:, :3], k[:, :2], v[:, :2]), ValueError, r"^key has 2 heads on axis -3 but query has 3$"),
+    (lambda q, k, v: sdpa(q[:, :3], k[:, :2], v[:, :2], enable_gqa=True), ValueError,
+     r"^key has 2 heads on axis -3 but query has 3, which must be a multiple of them$"),
+    (lambda q, k, v: sdpa(q, torch.cat([k, k])[:3], v), ValueError, r"^key has axes \(3,\) before its heads, .* others, \(2,\)$"),
+    (lambda q, k, v: sdpa(q, k[..., :-1], v), ValueError, rf"^key has width {E - 1} on axis -1 but query has {E}$"),
+    (lambda q, k, v: sdpa(q, k, v[:, :, :-1]), ValueError, rf"^value has length {S - 1} on axis -2 but key has {S}$"),
+    (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S + 1, dtype=q.dtype)), ValueError,
+     rf"^attn_mask of shape \({L}, {S + 1}\) does not broadcast to \(..., H, L, S\) = \({B}, {H}, {L}, {S}\)$"),
+    (lambda q, k, v: sdpa(q, k, v, is_causal=1), TypeError, r"^is_causal must be True or False, got 1$"),
+    (lambda q, k, v: sdpa(q, k, v, dropout_p=None), TypeError, r"^dropout_p must be a number in \[0, 1\], got None$"),
     (lambda q, k, v: sdpa(q, k[0, :2], v), ValueError, r"^key has 2 heads on axis -3 but query has 4: enable_gqa=True"),
-    (lambda q, k, v: sdpa(q, k, v, dropout_p=1.5), ValueError, "dropout"),
+    (lambda q, k, v: sdpa(q, k, v, dropout_p=1.5), ValueError, r"^dropout_p must be a number in \[0, 1\], got 1.5$"),
     (lambda q, k, v: sdpa(q, k, v, torch.ones(L, S).int()), TypeError, r"^attn_mask must be .* of bool or torch.float64 .*int32"),
     (lambda q, k, v: sdpa(q.half(), k.half(), v.half(), torch.ones(L, S).double()), TypeError,
      r"^attn_mask must be a dense tensor of bool or torch.float16 or torch.float32 on the CPU, got a dense one of torch.float64"),

@@ -31,6 +31,19 @@ def beyond(results, arrays, dtype=np.float32, **rules):
     return [float(np.nan_to_num(error, nan=np.inf).max(initial=0)) for error in errors]
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("sink", [100.0, 360.0, 400.0, 600.0, 690.0])
+def test_bounds_of_the_smallest_results_are_no_smaller_than_those_of_the_others_times_their_size(sink, dropout, rng):
+    """Of which a sink leaves exp(-sink): the squares of errors, and of weights, are no numbers any more."""
+    arrays = draw(rng, 1, 1, 1, 5, 7, 8, 8, np.float64)
+    keywords = {"dropout": dropout, "seed": 1} if dropout else {}
+    large, small = (
+        reference.error_bounds(*arrays, np.float64, sinks=np.array([size]), **keywords) for size in (50.0, sink)
+    )
+    for i in (0, 2, 3, 4):
+        assert (small[i] * np.exp(sink - 50.0) >= 0.9 * large[i]).all()
+
+
 @ill_scaled
 @every_rule
 def test_plain_numpy_in_float32_errs_by_less_than_half_of_the_bounds(kind, rules, rng):
