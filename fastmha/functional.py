@@ -129,7 +129,8 @@ def attention(
 
     float16 and bfloat16 (that of the package ml_dtypes) are converted as they are loaded; all arithmetic is in float32, and each
     result is rounded once, to nearest, beyond float16's largest number to infinity. "blas" converts whole heads first, which the
-    plan counts.
+    plan counts. Where the instruction set multiplies bfloat16 as it is (``amx``, ``avx512bf16``), products do, and what they take
+    of probabilities is rounded to it before; sums, the softmax and lse remain float32.
 
     References
     ----------
@@ -463,7 +464,12 @@ def scaled_dot_product_attention(Q: np.ndarray, K: np.ndarray, V: np.ndarray,
     if flat:
         arrays = [x[:, None] for x in arrays]
         mask = None if mask is None else validate.as_array("mask", mask)
-        if mask is not None and mask.ndim == 3:
+        if mask is not None and mask.ndim > 2:
+            shape = arrays[0].shape[0], *(x.shape[2] for x in arrays[:2])
+            if mask.ndim != 3:
+                raise ValueError(f"mask must have 2 axes (n_q, n_k) or 3 that broadcast to (B, n_q, n_k), got shape {mask.shape}")
+            if any(n not in (1, most) for n, most in zip(mask.shape, shape)):
+                raise ValueError(f"mask of shape {mask.shape} does not broadcast to (B, n_q, n_k) = {shape}")
             mask = mask[:, None]
     q, k, v = arrays
     problem = validate.attention_problem(q, k, v, "BHLD", Rules(mask))

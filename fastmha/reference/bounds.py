@@ -135,7 +135,8 @@ def error_bounds(
         Finite, and exactly what the computation in `dtype` is given; shapes as in `attention_backward`.
     dtype : numpy.float32, numpy.float64, numpy.float16 or ml_dtypes.bfloat16
         If float64, a reference computed in float64 errs as well: two results differ by twice the bound at most. If float16 or
-        bfloat16, that of the operands and results of a computation in float32.
+        bfloat16, that of the operands and results of a computation in float32: what products of bfloat16 on ``amx`` and
+        ``avx512bf16`` round besides, probabilities and gradients of scores, is not in it.
     layout, mask, is_causal, offset, key_padding_lengths, key_ranges, window, scale, softcap, sinks, alibi, dropout, seed
         As in `attention`; sinks finite or -inf, and like alibi exactly what the computation in `dtype` is given.
     need_bias_grad

@@ -93,6 +93,16 @@ TEXTBOOK = {
         ValueError,
         r"mask must have 2 axes.*or 4",
     ),
+    "sdpa, mask of three axes that do not fit": (
+        lambda: sdpa(x3, x3, x3, zeros(B + 1, LQ, LQ, dtype=bool)),
+        ValueError,
+        rf"^mask of shape \({B + 1}, {LQ}, {LQ}\) does not broadcast to \(B, n_q, n_k\) = \({B}, {LQ}, {LQ}\)$",
+    ),
+    "sdpa, mask of four axes for three": (
+        lambda: sdpa(x3, x3, x3, zeros(B, 1, LQ, LQ, dtype=bool)),
+        ValueError,
+        r"^mask must have 2 axes \(n_q, n_k\) or 3 that",
+    ),
     "sdpa of lengths beyond BLAS": (
         lambda: sdpa(*[repeated(1, 2**31, 4)] * 3),
         ValueError,

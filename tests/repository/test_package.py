@@ -109,6 +109,18 @@ def test_show_config_names_the_forced_instruction_set(tmp_path):
     assert "kernels: baseline (128-bit vectors)" in ran.stdout, ran.stderr
 
 
+@pytest.mark.parametrize("variable", ["FASTMHA_NUM_THREADS", "FASTMHA_PRECISION", "FASTMHA_TUNING"])
+def test_the_command_config_says_in_a_line_what_is_wrong_with_a_variable(variable, tmp_path):
+    code = """
+        from fastmha.__main__ import main
+        main(["config"])
+    """
+    ran = python(code, tmp_path, **{variable: "/x"})
+    assert ran.returncode == 2
+    assert re.search(rf"^fastmha: error: {variable}.*/x", ran.stderr, re.MULTILINE), ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_the_command_config_needs_nothing_of_the_study(tmp_path):
     code = """
         import sys
