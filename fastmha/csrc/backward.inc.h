@@ -369,6 +369,8 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         FMHA_NAME(fill)(block->queries, to->shift, (REAL)INFINITY);
         FMHA_NAME(fill)(block->queries, to->inverse, 1);
         FMHA_NAME(fill)(block->queries, to->delta, 0);
+        FMHA_NAME(fill)(block->queries, to->sum, 0);
+        FMHA_NAME(fill)(block->queries, to->lost, 0);
         *to->kind = 0;
         return;
     }

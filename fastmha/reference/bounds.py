@@ -178,8 +178,9 @@ def error_bounds(
     **What e does**, with z = dP - delta and dS = P z: to P, P_ij (e_ij - sum_k P_ik e_ik); to lse, sum_j P_ij e_ij; to out,
     sum_j P_ij e_ij (v_j - out_i); to delta, sum_j P_ij e_ij z_ij; to grad_q, scale sum_j P_ij e_ij z_ij (k_j - sum_k P_ik k_k)
     and grad_q times the change of lse; to grad_k and grad_v what the changes of dS and P do. If e is not small, P changes by
-    the exponential of it, and stays between 0 and 1; a P below the smallest normal number may become 0. To grad_mask it does
-    the sum of the changes of dS without the softcap's slope; those of one row, which share delta, are added as in the worst case.
+    the exponential of it, and stays between 0 and 1, and its change times that of delta counts, too; a P below the smallest
+    normal number may become 0. To grad_mask it does the sum of the changes of dS without the softcap's slope; those of one row,
+    which share delta, are added as in the worst case.
 
     **A sink** is one more key here, with the product 0, the value 0 and thereby dP = 0: one more term of the denominator, and
     grad_sinks the sum over the rows of its dS = -P delta.
@@ -399,7 +400,9 @@ def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
         )
         of_weights = np.where(left, of_weights + tiny, 0)
         weighted = of_weights * np.abs(z)
-        of_capped = weighted + weights * along_row.along(weighted)  # behind the softcap
+        of_delta = along_row.along(weighted)
+        weighted = weighted + of_weights * of_delta  # of second order, where weights change by as much as themselves
+        of_capped = weighted + weights * of_delta  # behind the softcap
         of_grad_scores = of_capped if slope is None else of_capped * slope
         return [
             along_row.about(of_weights, v, out, drawn),

@@ -44,6 +44,16 @@ def test_bounds_of_the_smallest_results_are_no_smaller_than_those_of_the_others_
         assert (small[i] * np.exp(sink - 50.0) >= 0.9 * large[i]).all()
 
 
+@pytest.mark.parametrize("constant", [1e5, 1e9])
+def test_plain_numpy_errs_within_the_bounds_where_nothing_is_left_of_the_scores(constant, rng):
+    """All keys of a row masked by one constant: weights of any kind become even ones, and delta is another."""
+    for _ in range(20):
+        arrays = draw(rng, 1, 2, 1, 40, 3, 128, 8, np.float32)
+        mask = np.full((40, 3), -constant, np.float32)
+        q, k, v, g = arrays[0] * 2, *arrays[1:]
+        assert max(beyond(run(reference, q, k, v, g, mask=mask), (q, k, v, g), mask=mask)) < 1
+
+
 @ill_scaled
 @every_rule
 def test_plain_numpy_in_float32_errs_by_less_than_half_of_the_bounds(kind, rules, rng):
