@@ -95,8 +95,10 @@ def scaled_dot_product_attention(
     float16 and bfloat16 are computed in float32, and results and gradients rounded once at the end. torch's settings of precision
     say nothing here, `fastmha.set_precision` does. Under `torch.autocast` tensors are cast as for torch's own function.
 
-    Gradients are computed once: those of gradients are refused, and so are derivatives forward (`torch.func.jvp`). Under
-    `torch.compile` and `torch.func` the call is one operator, and what traces a program records it as that.
+    Gradients are computed once: those of gradients are refused, and so are derivatives forward (`torch.func.jvp`) and several at
+    once by ``is_grads_batched=True`` or ``jacobian(vectorize=True)``, for which there are `torch.func.vmap` and
+    `torch.func.jacrev`. Under `torch.compile` and `torch.func` the call is one operator, and what traces a program records it
+    as that.
     """
     if has_torch_function((query, key, value, attn_mask)):      # what has a meaning of its own of it, as a Proxy of torch.fx
         return handle_torch_function(scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value, attn_mask,
