@@ -16,6 +16,7 @@ BASELINE_FUSES: bool
 PANEL_COLUMNS: int
 ACTIVATIONS: dict[str | None, int]
 SUMMED_ROWS: int
+MOST_IN_BLAS: int
 ROW_STATE: int
 BLOCK_COSTS: dict[int, float]
 RUN_COST: float

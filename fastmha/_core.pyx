@@ -40,6 +40,7 @@ BASELINE_FUSES = bool(FMHA_BASELINE_FUSES)     # whether the baseline's kernels 
 PANEL_COLUMNS = FMHA_PANEL_COLUMNS              # slices of a packed product start at multiples of it
 ACTIVATIONS = {None: FMHA_NO_ACTIVATION, "gelu": FMHA_GELU, "gelu_tanh": FMHA_GELU_TANH, "relu": FMHA_RELU, "silu": FMHA_SILU}
 SUMMED_ROWS = FMHA_SUMMED_ROWS                  # of a partial sum of grad_weight
+MOST_IN_BLAS = FMHA_MOST_IN_BLAS                # threads
 ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass leaves for each row
 # Of a forward pass of "tiled": what a pair costs in blocks of so many rows, and each run of a block, in pairs of a row.
 BLOCK_COSTS = {FMHA_BLOCK_ROWS: 1.0, FMHA_BLOCK_ROWS // 2: FMHA_HALF_COST, FMHA_BLOCK_ROWS // 4: FMHA_QUARTER_COST}

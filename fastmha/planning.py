@@ -279,7 +279,8 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
                 busy = heads.sum() / threads / makespan(taken, threads)
         return busy, max(whole, (B * Hkv - whole) * -(-Lk // keys) * (-(-blocks // share) if share else 1))
     passes, work = _passes(problem, name, backward, threads, rows)
-    span = sum(makespan(p, threads) for p in passes if p.any())
+    at_work = min(threads, _core.MOST_IN_BLAS) if BY_NAME[name].by_blas else threads
+    span = sum(makespan(p, at_work) for p in passes if p.any())
     return work / threads / span if work else 1.0, max(map(len, passes))
 
 

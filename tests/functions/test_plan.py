@@ -258,6 +258,12 @@ def test_balance_is_a_share_and_whole_with_one_thread(isa, algorithm, backward):
                 assert 0 < plan(B, H, Hkv, Lq, Lk, num_threads=threads, **keywords).balance <= 1 + 1e-12
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_balance_counts_the_threads_that_wait_because_others_call_blas(backward):
+    made = plan(1, 512, 512, 64, 64, algorithm="blas", backward=backward, num_threads=128)
+    assert made.balance == pytest.approx(0.5)
+
+
 def test_balance_is_a_share_where_a_mask_removes_the_first_and_last_keys():
     """Runs of keys that it removes are no items."""
     q, k = np.zeros((3, 2, 1, 16), np.float32), np.zeros((3, 2, 3521, 16), np.float32)
