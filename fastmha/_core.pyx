@@ -1414,9 +1414,10 @@ cdef bytes row_numbers(const int64_t *x, ptrdiff_t many):
 
 
 cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) except -1:
-    cdef Scratch kept, shared
+    cdef Scratch scratch, kept, shared
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t size = problem.itemsize, own
+    cdef ptrdiff_t size = problem.itemsize, items, own
+    cdef int mode
     cdef fmha_split split
     threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
     split_for(&c.p, threads, True, &split)
@@ -1447,41 +1448,25 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
     cdef int apart[2]
     memset(apart, 0, sizeof(apart))
     c.apart, c.again = apart, False
-    backward_pass(FMHA_WHOLE, task, c, problem, &split, threads)
-    if split.mode == FMHA_WHOLE:
-        return 0
-    backward_pass(FMHA_PREPARE, task, c, problem, &split, threads)
-    backward_pass(split.mode, task, c, problem, &split, threads)
-    backward_pass(FMHA_RESULTS, task, c, problem, &split, threads)
-    if apart[0]:
-        backward_pass(FMHA_MEND, task, c, problem, &split, threads)
-    if apart[1]:
-        c.again = True
-        backward_pass(FMHA_RESTART, task, c, problem, &split, threads)
-        backward_pass(split.mode, task, c, problem, &split, threads)
-        backward_pass(FMHA_RESULTS, task, c, problem, &split, threads)
+    passes = FMHA_WHOLE, FMHA_PREPARE, split.mode, FMHA_RESULTS, FMHA_MEND, FMHA_RESTART, split.mode, FMHA_RESULTS
+    for mode in passes[:1] if split.mode == FMHA_WHOLE else passes:
+        if (mode == FMHA_MEND and not apart[0]) or (mode == FMHA_RESTART and not apart[1]):
+            break
+        c.mode, c.again = mode, mode == FMHA_RESTART or c.again
+        c.cut = fmha_backward_cut(&c.p, mode, &split)
+        items = fmha_items(&c.cut)
+        if items == 0:
+            continue
+        own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode, c.share) * size
+        scratch = scratch_for(own, items, threads)
+        lend(c, scratch)
+        with nogil:
+            if mode == FMHA_WHOLE:
+                run_heads(task, c, items, problem)
+            else:
+                fmha_pool_run(task, c, items, scratch.threads)
+        finish()
     return 0
-
-
-cdef int backward_pass(int mode, fmha_task task, fmha_run *c, Problem problem, const fmha_split *split, int threads) except -1:
-    cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef bint on_tiles = task == kernels.matrix_backward
-    cdef ptrdiff_t items, own
-    cdef Scratch scratch
-    c.mode = mode
-    c.cut = fmha_backward_cut(&c.p, mode, split)
-    items = fmha_items(&c.cut)
-    if items == 0:
-        return 0
-    own = (kernels.gradient_scratch if on_tiles else kernels.backward_scratch)(&c.p, mode, c.share) * problem.itemsize
-    scratch = scratch_for(own, items, threads)
-    lend(c, scratch)
-    with nogil:
-        if mode == FMHA_WHOLE:
-            run_heads(task, c, items, problem)
-        else:
-            fmha_pool_run(task, c, items, scratch.threads)
-    return finish()
 
 
 def mask_gradient(Problem problem, grad_out, states, grad_mask, int threads):

@@ -249,9 +249,9 @@ def _number(scale: Tensor) -> float:
 
 
 def _probability(dropout_p: Any) -> float:
-    if not isinstance(dropout_p, (int, float, np.integer, np.floating)) or not 0 <= dropout_p <= 1:
-        raise (ValueError if isinstance(dropout_p, (int, float, np.integer, np.floating)) else TypeError)(
-            f"dropout_p must be a number in [0, 1], got {validate.short(dropout_p)}")
+    number = isinstance(dropout_p, (int, float, np.integer, np.floating))
+    if not number or not 0 <= dropout_p <= 1:
+        raise (ValueError if number else TypeError)(f"dropout_p must be a number in [0, 1], got {validate.short(dropout_p)}")
     return float(dropout_p)
 
 

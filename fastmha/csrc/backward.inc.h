@@ -13,7 +13,7 @@
 #define P_KEYS (FMHA_SUM_KEYS / 3)      /* of a sum of P: of many equal ones each addition may round to the same side */
 #define HUGE_LSE 256            /* |lse| from where on no lse is taken */
 #define FAR_LSE 8               /* the same of few rows, beyond the log of the number of keys, or below 0 */
-#define LONE_ROWS 16            /* of as few it is FAR_LSE, however many keys: the rounding of lse, the error of grad_k, is not evened out at all */
+#define LONE_ROWS 16            /* of as few it is FAR_LSE, however many keys: the rounding of lse, the error of grad_k, is not evened out */
 
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
  * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in
@@ -138,7 +138,7 @@ typedef struct {
     FMHA_NAME(backward_memory) m;
     REAL far_above;             /* lse beyond it is far, and below -FAR_LSE: of few rows */
     int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
-    REAL *sums;                 /* where several items are at work on a block, sums of P that wait for its turn, BLOCK_ROWS of each P_KEYS keys, or NULL */
+    REAL *sums;                 /* BLOCK_ROWS sums of P of each P_KEYS keys, which wait for the block's turn, or NULL: one item is at work on it */
     int waiting;                /* how many */
     int k_finite;               /* of the tile at hand, if pairs are removed */
     int far;                    /* values are fetched beside the keys */
@@ -422,8 +422,8 @@ static void FMHA_NAME(own_of_lone)(const FMHA_NAME(backward) *w, const FMHA_NAME
     FMHA_NAME(take_own)(w, block, packed, &own, chosen);
 }
 
-/* Of a block that has met all its keys, the rows whose P by lse do not add up to 1 within rounding, and which lse is not taken over more keys
- * than these. Returns whether there are any. */
+/* Of a block that has met all its keys, the rows whose P by lse do not add up to 1 within rounding, though lse is of no more keys than these.
+ * Returns whether there are any. */
 static int FMHA_NAME(rows_apart)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, uint64_t wanted, char *apart)
 {
     const fmha_run *run = w->run;
@@ -438,7 +438,7 @@ static int FMHA_NAME(rows_apart)(const FMHA_NAME(backward) *w, const FMHA_NAME(r
         if (packed->shift[r] != lse || !FMHA_NAME(is_owned)(w, lse)) continue;       /* own sums already, or nothing is asked of it */
         int exponent;
         frexp((double)lse, &exponent);
-        const REAL slack = least + REAL_EPSILON * (REAL)ldexp(0.375, exponent);      /* half a unit in the last place of lse, and of exponentials and sums */
+        const REAL slack = least + REAL_EPSILON * (REAL)ldexp(0.375, exponent);      /* half a unit in the last place of lse */
         if (beyond < slack && beyond > -slack) continue;
         if (FMHA_NAME(of_more_keys)(p, block->b, block->head[r], block->query[r], lse, lse + REAL_LOG(1 + beyond), &longest)) continue;
         any |= apart[r] = 1;

@@ -258,7 +258,7 @@ static REAL FMHA_NAME(typed_product)(int type, ptrdiff_t n, const char *x, const
            : FMHA_NAME(row_product)(FMHA_SAME, n, x, y);
 }
 
-/* The largest square of a key of query head h, of those that query i may attend, or of all where i is -1. */
+/* The largest square of a key of query head h, of those that query i may attend, or of all where i is -1; NaN if that of one is. */
 static REAL FMHA_NAME(longest_key)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i)
 {
     const fmha_block head = {.b = b, .h = h};
@@ -267,7 +267,7 @@ static REAL FMHA_NAME(longest_key)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
         if (i >= 0 && FMHA_NAME(removed)(p, &head, i, j)) continue;
         const char *k = FMHA_NAME(stored_row)(p, &p->k, b, h / (p->H / p->Hkv), j);
         const REAL squares = FMHA_NAME(typed_product)(p->stored, p->D, k, k);
-        if (!(squares <= longest)) longest = squares;       /* one that is no number, or a later one */
+        if (longest == longest && !(squares <= longest)) longest = squares;
     }
     return longest;
 }

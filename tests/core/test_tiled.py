@@ -269,8 +269,8 @@ def test_heads_that_are_split_have_the_gradients_of_whole_ones_bit_for_bit(isa, 
     assert_same(whole, fastmha.attention_backward(arrays[3], *arrays[:3], out, lse, algorithm="tiled", **keywords))
 
 
-def lse_of_more_terms(lse, by):
-    """As of another algorithm, of other roundings, for some rows."""
+def lse_moved(lse, by):
+    """As of an algorithm of other roundings, at the first of each seven rows."""
     moved = lse.copy()
     moved[..., ::7] += lse.dtype.type(by)
     return moved
@@ -285,12 +285,12 @@ def test_heads_whose_rows_want_sums_of_their_own_after_all_keys_have_the_same_bi
     q, k, v, g = draw(rng, *shape, dtype=dtype)
     eps = np.finfo(dtype).eps
     out, lse = tiled(q, k, v)
-    own = gradients((q, k, v, g), out, lse_of_more_terms(lse, -1e4 * eps), "whole", 1)
+    own = gradients((q, k, v, g), out, lse_moved(lse, -1e4 * eps), "whole", 1)
     right = gradients((q, k, v, g), out, lse, "whole", 1)
     for x, y in zip(own, right, strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=300 * eps * np.abs(y).max())
     for by in (-1e4 * eps, -100 * eps):
-        moved = lse_of_more_terms(lse, by)
+        moved = lse_moved(lse, by)
         whole = gradients((q, k, v, g), out, moved, "whole", 1)
         for split in (*SPLITS, None):
             for threads in (1, 3):
@@ -303,7 +303,7 @@ def test_packed_heads_whose_rows_want_sums_of_their_own_have_the_bits_of_sequenc
     lengths = [70, 300, 1, 130]
     q, k, v, g = (rng.standard_normal((sum(lengths), 2, 8)).astype(np.float32) for _ in range(4))
     out, lse = fastmha.attention_packed(q, k, v, lengths, return_lse=True)
-    moved = lse_of_more_terms(lse, by)
+    moved = lse_moved(lse, by)
     alone = []
     for end, L in zip(np.cumsum(lengths), lengths, strict=True):
         part = slice(end - L, end)

@@ -126,6 +126,24 @@ def test_scores_that_are_small_sums_of_large_terms_cost_gradients_no_accuracy(is
                 assert not (over > 0).any(), f"{forward}, {backward}, {seed}: {name} errs by {over.max():.3g} more than its bound"
 
 
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_how_far_scores_may_round_is_not_told_by_a_key_that_is_removed(isa, algorithm, rng):
+    """An lse that is larger than the sum of P by what such scores round is one of no more keys, whatever a removed one holds."""
+    q, k, v, g = draw(rng, 1, 1, 1, 20, 9, 256, 8, np.float32)
+    q, k = q * np.float32(17), k * np.float32(17)
+    k[0, 0, 8] = 0
+    mask = np.zeros((20, 9), bool)
+    mask[:, 7] = True
+    out, lse = fastmha.attention(q, k, v, mask=mask, return_lse=True)
+    lse += np.float32(4e-4)
+    found = []
+    for removed in (0, np.nan, np.inf, 1e4):
+        k[0, 0, 7] = removed
+        found.append(fastmha.attention_backward(g, q, k, v, out, lse, mask=mask, algorithm=algorithm))
+    for other in found[1:]:
+        assert all(same_bits(x[..., :5, :], y[..., :5, :]) for x, y in zip(found[0], other, strict=True))
+
+
 def rounded(q, k, mask, scale):
     """The scores beside a constant as float32 rounds them, as an additive mask for a scale of 0."""
     scores = (q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2)) * scale
