@@ -62,7 +62,7 @@ BUILD = os.path.join("build", "checked" if CHECKED else "release")
 extension = Extension(
     "fastmha._core",
     [*SOURCES, "fastmha/_core.pyx"],
-    depends=[*glob("fastmha/csrc/*.h"), *glob("fastmha/*.pxd")],
+    depends=[*glob("fastmha/csrc/*.h"), *glob("fastmha/*.pxd"), *glob("fastmha/glue/*.pxi")],
     include_dirs=["fastmha"],
     extra_compile_args=(CHECKED_FLAGS if CHECKED else FLAGS) if UNIX else ["/std:c11", "/O2"],
     extra_link_args=(["-pthread"] + (SANITIZE if CHECKED else [])) if UNIX else [],

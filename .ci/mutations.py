@@ -46,7 +46,7 @@ FAULTS = {
     "the rest of a tiny scale, missing": (
         "csrc/fastmha.h", "*rest = tiny ? 1 / lift : 1;", "*rest = 1;", ["functions/test_scales.py"]),
     "another head's keys": (
-        "_core.pyx", "hkv = block.h // (p.H // p.Hkv)", "hkv = block.h % p.Hkv", ["functions/test_attention.py"]),
+        "glue/blas.pxi", "hkv = block.h // (p.H // p.Hkv)", "hkv = block.h % p.Hkv", ["functions/test_attention.py"]),
     "the firewall's careful path, left out": (
         "csrc/forward.inc.h", "careful = touched && (purpose & FMHA_NAME(careful));", "careful = 0;",
         ["functions/test_firewall.py"]),

@@ -26,7 +26,7 @@ The map. Python decides, Cython connects and calls BLAS, C computes rows and til
                 |
             validate.py                 the rules of a call, checks, the words of messages; arrays -> one Problem
                 |
-             _core.pyx                  pointers and strides, the loop over heads, the GIL released
+             _core.pyx                  pointers and strides, the loop over heads, the GIL released: one module, from glue/
              /      \\
        _blas.pxd    _kernels.pxd        the only door to BLAS; what Cython sees of csrc/
                         |

@@ -8,7 +8,9 @@
 #include "product.inc.h"
 #include "scores.inc.h"
 #include "block.inc.h"
+#include "mask.inc.h"
 #include "forward.inc.h"
+#include "forward_items.inc.h"
 #if FMHA_TILES
 #include "matrix.inc.h"
 #include "matrix_forward.inc.h"
