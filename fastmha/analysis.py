@@ -6,7 +6,6 @@ head, ``d`` d_model. A multiplication and an addition are two operations (FLOP).
 
 from __future__ import annotations
 
-import operator
 from types import MappingProxyType
 from typing import Any
 
@@ -23,18 +22,6 @@ __all__ = ["arithmetic_intensity", "count_flops", "count_memory_bytes", "crossov
 _PER_ROW = MappingProxyType({BLAS.name: ("scores", None), TILED.name: ("lse", 1)})
 
 
-def _size(name: str, value: Any, least: int = 0) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {validate.short(value)} of type {type(value).__name__}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {validate.short(number)}")
-    return number
-
-
 def _item_bytes(dtype: DTypeLike, half: bool = False) -> int:
     """Of float32 or float64; with `half` also of float16 and bfloat16, which NumPy need not know."""
     kind = validate.dtype_of(dtype)
@@ -48,16 +35,16 @@ def _item_bytes(dtype: DTypeLike, half: bool = False) -> int:
 
 def _heads(d_model: Any, n_heads: Any, n_kv_heads: Any, d_k: Any, d_v: Any) -> tuple[int, int, int, int, int]:
     """Checked d, h, hkv, dk, dv with their defaults."""
-    width, heads = _size("d_model", d_model, 1), _size("n_heads", n_heads, 1)
-    kv_heads = heads if n_kv_heads is None else _size("n_kv_heads", n_kv_heads, 1)
+    width, heads = validate.integer("d_model", d_model, 1), validate.integer("n_heads", n_heads, 1)
+    kv_heads = heads if n_kv_heads is None else validate.integer("n_kv_heads", n_kv_heads, 1)
     if heads % kv_heads:
         came = f"{validate.short(heads)} and {validate.short(kv_heads)}"
         raise ValueError(f"n_heads must be a multiple of n_kv_heads, got {came}")
     if d_k is None and width % heads:
         came = f"{validate.short(width)} and {validate.short(heads)}"
         raise ValueError(f"d_model must be a multiple of n_heads unless d_k is given, got {came}")
-    key_width = width // heads if d_k is None else _size("d_k", d_k, 1)
-    value_width = key_width if d_v is None else _size("d_v", d_v, 1)
+    key_width = width // heads if d_k is None else validate.integer("d_k", d_k, 1)
+    value_width = key_width if d_v is None else validate.integer("d_v", d_v, 1)
     return width, heads, kv_heads, key_width, value_width
 
 
@@ -144,14 +131,14 @@ def count_flops(
     >>> count_flops(1, 2, 4, 2) == 8 * 2 * 4**2 + 4 * 2**2 * 4 + 5 * 2 * 2**2
     True
     """
-    batch, rows = _size("batch_size", batch_size), _size("seq_len", seq_len)
-    columns = rows if seq_len_k is None else _size("seq_len_k", seq_len_k)
+    batch, rows = validate.integer("batch_size", batch_size, 0), validate.integer("seq_len", seq_len, 0)
+    columns = rows if seq_len_k is None else validate.integer("seq_len_k", seq_len_k, 0)
     width, heads, kv_heads, key_width, value_width = _heads(d_model, n_heads, n_kv_heads, d_k, d_v)
     if window is None:
         window = (None, None)
     elif not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right), got {validate.short(window)}")
-    left, right = (None if x is None else _size(f"window[{axis}]", x) for axis, x in enumerate(window))
+    left, right = (None if x is None else validate.integer(f"window[{axis}]", x, 0) for axis, x in enumerate(window))
     is_causal, backward = validate.flag("is_causal", is_causal), validate.flag("backward", backward)
     pairs = _pairs(rows, columns, left, 0 if is_causal else right)
     both_widths = key_width + value_width
@@ -217,7 +204,7 @@ def count_memory_bytes(
     ValueError
         A size is too small, two do not divide, or `algorithm` is unknown.
     """
-    batch, length = _size("batch_size", batch_size), _size("seq_len", seq_len)
+    batch, length = validate.integer("batch_size", batch_size, 0), validate.integer("seq_len", seq_len, 0)
     width, heads, kv_heads, key_width, value_width = _heads(d_model, n_heads, n_kv_heads, d_k, d_v)
     item = _item_bytes(dtype)
     validate.choice("algorithm", algorithm, tuple(_PER_ROW))
@@ -303,8 +290,9 @@ def kv_cache_bytes(
     ValueError
         A size is too small.
     """
-    tokens = _size("batch_size", batch_size) * _size("seq_len", seq_len)
-    per_token = _size("n_kv_heads", n_kv_heads, 1) * _size("head_dim", head_dim, 1) * _size("n_layers", n_layers, 1)
+    tokens = validate.integer("batch_size", batch_size, 0) * validate.integer("seq_len", seq_len, 0)
+    heads, width = validate.integer("n_kv_heads", n_kv_heads, 1), validate.integer("head_dim", head_dim, 1)
+    per_token = heads * width * validate.integer("n_layers", n_layers, 1)
     return 2 * tokens * per_token * _item_bytes(dtype, half=True)
 
 
@@ -331,4 +319,4 @@ def crossover_length(d_model: int) -> int:
     ValueError
         `d_model` is below 1.
     """
-    return 2 * _size("d_model", d_model, 1)
+    return 2 * validate.integer("d_model", d_model, 1)

@@ -17,11 +17,10 @@ from fastmha.planning import choose, choose_for
 from fastmha.precision import parts_of, parts_of_product, resolve
 from fastmha.slots import Slots, State
 from fastmha.tuning import current
-from fastmha.validate import FLOAT_TYPES, Rules
+from fastmha.validate import FLOAT_TYPES, MOST_BYTES, Rules
 
 _SINGLE, _DOUBLE = FLOAT_TYPES
 _MOST_KNOWN = 256       # shapes that a module remembers
-_MOST_BYTES = 2**47     # of one array: what a process can address
 _MOST_IN_HALF = 64      # rows of half precision, which one thread converts and rounds: of more that counts, and the steps do not
 _Cut: TypeAlias = tuple[tuple[int, int], bool]      # of a product: slices, and whether by BLAS
 Cuts: TypeAlias = tuple[_Cut, _Cut, _Cut, _Cut]     # of the products of a backward pass
@@ -192,7 +191,7 @@ def _cuts(m: Module, B: int, L: int, workers: int) -> tuple[_Cut, _Cut] | None:
     """The cuts of both products of (B, L) tokens; None where the module has steps of its own, or says what is wrong."""
     columns, inner, half = m._columns["QKV"].stop, m._H * m._Dv, bool(m._in_half)
     if (m._one_by_one or m._W_context or B * L == 0 or L > validate.LARGEST
-            or B * L * max(columns, inner, m._d_out) * m.dtype.itemsize > _MOST_BYTES):
+            or B * L * max(columns, inner, m._d_out) * m.dtype.itemsize > MOST_BYTES):
         return None
     if _is_half(m):
         half = True

@@ -345,11 +345,11 @@ class KVCache:
 
 # ---------------------------------------------------------------------------------------------------------- for modules
 
-def new_lengths(cache: KVCache, name: str, lengths: Any, n: int, longest: str) -> Lengths:
+def new_lengths(cache: KVCache, name: str, lengths: Any, n: int, most_name: str) -> Lengths:
     """How many of n new tokens are valid."""
     if lengths is None or cache.batch_size == 0:
         return n
-    return together(validate.batch_lengths(name, lengths, cache.batch_size, n, longest))
+    return together(validate.batch_lengths(name, lengths, cache.batch_size, n, most_name))
 
 
 def step(cache: KVCache, q: np.ndarray, k: np.ndarray, v: np.ndarray, rules: Rules, need_weights: bool) -> Step:

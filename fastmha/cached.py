@@ -166,11 +166,11 @@ def as_taken(k: np.ndarray, v: np.ndarray, dtype: np.dtype, algorithm: str) -> t
         return k, v
     name = k.dtype.name
     if name not in BY_NAME[algorithm].stored:
-        return converted(k, v, dtype)
+        return keys_and_values(k, v, dtype)
     return (k.view(np.uint16), v.view(np.uint16)) if name == "bfloat16" else (k, v)
 
 
-def converted(k: np.ndarray, v: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+def keys_and_values(k: np.ndarray, v: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Stored keys and values in `dtype`; themselves where they are."""
     if k.dtype == dtype:
         return k, v

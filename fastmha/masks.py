@@ -6,7 +6,6 @@ indexing its docstring names, so that it can be given to any ``mask`` argument o
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -17,20 +16,6 @@ from fastmha import validate
 __all__ = ["create_attention_mask", "create_causal_mask", "create_causal_mask_with_cache", "create_padding_mask"]
 
 _MOST = 2**46       # elements of a mask
-
-
-def _integer(name: str, value: Any) -> int:
-    """`value` as a Python int; bool, float and array are refused."""
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {validate.short(value)} of type {type(value).__name__}") from None
-
-
-def _length(name: str, value: Any) -> int:
-    return validate.length(name, _integer(name, value))
 
 
 def _fits(rows_name: str, rows: int, columns_name: str, columns: int) -> None:
@@ -97,10 +82,10 @@ def create_causal_mask(
     array([[0, 0, 1],
            [0, 0, 0]])
     """
-    rows = _length("seq_len_q", seq_len_q)
-    columns = rows if seq_len_k is None else _length("seq_len_k", seq_len_k)
+    rows = validate.length("seq_len_q", seq_len_q)
+    columns = rows if seq_len_k is None else validate.length("seq_len_k", seq_len_k)
     # Beyond these two ends nothing changes: all keys are blocked, or none is.
-    diagonal = min(max(_integer("offset", offset), -rows), columns)
+    diagonal = min(max(validate.integer("offset", offset), -rows), columns)
     kind = validate.element_type("dtype", dtype) if isinstance(dtype, str) and dtype == "bfloat16" else validate.dtype_of(dtype)
     if kind not in (np.dtype(bool), *validate.FLOAT_TYPES) and not validate.is_half(kind):
         raise TypeError(f"dtype must be bool, float32, float64, float16 or bfloat16, got {validate.short(dtype)}")
@@ -141,7 +126,7 @@ def create_padding_mask(lengths: ArrayLike, max_len: int) -> NDArray[np.bool_]:
     array([[0, 1, 1],
            [0, 0, 0]])
     """
-    return _blocked_after("lengths", lengths, "max_len", _length("max_len", max_len))
+    return _blocked_after("lengths", lengths, "max_len", validate.length("max_len", max_len))
 
 
 def create_attention_mask(
@@ -176,8 +161,8 @@ def create_attention_mask(
     ValueError
         A length is negative, or `key_padding_lengths` has not exactly one axis or reaches beyond Lk.
     """
-    rows = _length("seq_len_q", seq_len_q)
-    columns = rows if seq_len_k is None else _length("seq_len_k", seq_len_k)
+    rows = validate.length("seq_len_q", seq_len_q)
+    columns = rows if seq_len_k is None else validate.length("seq_len_k", seq_len_k)
     _fits("seq_len_q", rows, "seq_len_k", columns)
     causal = validate.flag("is_causal", is_causal)
     blocked = create_causal_mask(rows, columns) if causal else np.zeros((rows, columns), bool)
@@ -220,8 +205,8 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     array([[0, 0, 0, 0, 1],
            [0, 0, 0, 0, 0]])
     """
-    columns = _length("seq_len_k", seq_len_k)
-    cached = _integer("cache_len", cache_len)
+    columns = validate.length("seq_len_k", seq_len_k)
+    cached = validate.integer("cache_len", cache_len)
     if not 0 <= cached <= columns:
         raise ValueError(f"cache_len must be from 0 to seq_len_k = {columns}, got {validate.short(cached)}")
     return create_causal_mask(seq_len_q, columns, offset=cached)

@@ -8,7 +8,7 @@
 A context has its own product, K|V, or two where keys and values come from two arrays. W_K and W_V of its widths are held beside
 W_Q: as one where they have one width.
 
-The backward pass mirrors it: the attention's gradients are written into one buffer laid out like `projected`, so that
+The backward pass mirrors it: the attention's gradients are written into one buffer laid out like `projected`, so
 that one product gives the gradient of the fused weights and one the sum of the three input gradients.
 
 With a cache the keys and values are appended to it and the attention is over all that it holds (`cache.step`); a cache as
@@ -26,7 +26,7 @@ from fastmha import algorithms, at_once, threads, validate
 from fastmha._core import Problem
 from fastmha.algorithms import BY_BLAS, Packed, product_by_blas
 from fastmha.cache import KVCache, step
-from fastmha.cached import converted
+from fastmha.cached import keys_and_values
 from fastmha.planning import Plan, choose, choose_layout, make_plan
 from fastmha.precision import parts_of_product
 from fastmha.validate import Rules
@@ -36,7 +36,6 @@ _TOGETHER = ((), ("QKV",), ("Q", "KV"), ("Q", "K", "V"))
 _BIASES: dict[bool | str, tuple[str, ...]] = {
     False: (), True: ("b_Q", "b_K", "b_V", "b_O"), "qkv": ("b_Q", "b_K", "b_V"), "out": ("b_O",)}
 _HALF = ("bfloat16", "float16")     # what weights may be frozen as
-_MOST_BYTES = 2**47     # of one array: what a process can address
 
 
 class Parameter:
@@ -106,7 +105,7 @@ class AttentionModule:
         rows = {"QKV": d_model, "Q": d_model, "KV": self._kdim, "K": self._kdim, "V": self._vdim}
         together = _TOGETHER[1 if self._kdim == self._vdim == d_model else 2 if self._kdim == self._vdim else 3]
         shapes = [(rows[letters], self._width(letters)) for letters in together]
-        if max(m * n for m, n in [*shapes, (H * Dv, d_out)]) * self.dtype.itemsize > _MOST_BYTES:
+        if max(m * n for m, n in [*shapes, (H * Dv, d_out)]) * self.dtype.itemsize > validate.MOST_BYTES:
             named = [f"d_model {d_model}", *(f"{name} {n}" for name, n in self._own_widths().items())]
             raise ValueError(f"{_listed(named)} make{'s' * (len(named) == 1)} weights {_listed([*shapes, (H * Dv, d_out)])}: "
                              "beyond any memory")
@@ -285,10 +284,8 @@ class AttentionModule:
         return {**self.__dict__, "_kept": None, "_packed": {}, "_known": {}, "_in_half": in_half}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        in_half = state.get("_in_half")
-        self.__dict__.update({"_W_context": {}, "_kdim": state["d_model"], "_vdim": state["d_model"], "grad_sinks": None,
-                              "grad_mask": None, "precision": None, "_computed": state["dtype"], **state,
-                              "_packed": {}, "_known": {}, "_in_half": {}})       # pickles of before have not all of these
+        in_half = state["_in_half"]
+        self.__dict__.update({**state, "_packed": {}, "_known": {}, "_in_half": {}})
         self._columns = self._side_by_side()
         for name in ("_W_in", "_W_out", "_b_in", "_b_out"):     # pickles may bring memory that can never be writable
             array = getattr(self, name)
@@ -348,7 +345,7 @@ class AttentionModule:
     def _buffer(self, B: int, L: int, letters: str) -> np.ndarray:
         """For the projection of (B, L) rows to Q, K, V or several: (B, L, columns), or contiguous heads (B, heads, L, D)."""
         columns = self._width(letters)
-        if B * L * columns * self.dtype.itemsize > _MOST_BYTES:
+        if B * L * columns * self.dtype.itemsize > validate.MOST_BYTES:
             raise ValueError(f"batch_size {B} and a length of {L} tokens are beyond any memory: projections of {columns} columns")
         by_head = self._layout(L)[0] == "contiguous"
         return np.empty((B, columns // self._D, L, self._D) if by_head else (B, L, columns), self.dtype)
@@ -508,7 +505,7 @@ class AttentionModule:
         lengths, length = stored.lengths, stored.length
         if key_padding_lengths is not None:
             lengths = np.minimum(lengths, validate.batch_lengths("key_padding_lengths", key_padding_lengths, B, length, "Lk"))
-        return *converted(stored.k, stored.v, self.dtype), lengths if (lengths < length).any() else None
+        return *keys_and_values(stored.k, stored.v, self.dtype), lengths if (lengths < length).any() else None
 
     def _project_context(self, C: Any, num_threads: Any) -> KVCache:
         sources = self._context("C", C)

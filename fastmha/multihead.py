@@ -157,12 +157,11 @@ class MultiHeadAttention(AttentionModule):
             its own, which is the only way where kdim is not vdim. Those of a cache are taken as they are, each row's up
             to its length, and it does not change: see `project_context`.
         is_causal, offset, key_padding_lengths, key_ranges, window, softcap, sinks, alibi
-            As in `fastmha.attention`, sinks and alibi of the module's dtype (half precision:
-            of float32). With a cache, offset is the cached length of each
-            row and cannot be given, and key_padding_lengths counts the valid new tokens of each row: only these are appended, and
-            those behind attend nothing (their output is b_O, or 0). key_ranges counts all keys, those of the cache from 0 on as
-            they lie there, then the new ones, and may lie beyond them: rows whose prompts were padded on the left take ``(starts,
-            None)`` in every call. A cache that is a ring takes none.
+            As in `fastmha.attention`, sinks and alibi of the module's dtype (half precision: of float32). With a cache, offset is
+            the cached length of each row and cannot be given, and key_padding_lengths counts the valid new tokens of each row:
+            only these are appended, and those behind attend nothing (their output is b_O, or 0). key_ranges counts all keys,
+            those of the cache from 0 on as they lie there, then the new ones, and may lie beyond them: rows whose prompts were
+            padded on the left take ``(starts, None)`` in every call. A cache that is a ring takes none.
         dropout, seed
             As in `fastmha.attention`, on the weights. Nothing is dropped with ``training=False``; not together with a cache.
         cache : KVCache, optional

@@ -58,7 +58,7 @@ def attention_packed(
     is_causal: bool = False, offset: int | np.ndarray | None = None, window: tuple[int | None, int | None] | None = None,
     scale: float | None = None, softcap: float | None = None, sinks: np.ndarray | None = None, alibi: np.ndarray | None = None,
     dropout: float = 0.0, seed: int | None = None, algorithm: str = "auto", return_lse: bool = False,
-    out: np.ndarray | None = None, num_threads: int | None = None,
+    out: np.ndarray | None = None, num_threads: int | None = None, precision: str | None = None,
 ) -> Any:
     """Attention of sequences of different lengths that lie end to end, each over its own keys.
 
@@ -76,7 +76,7 @@ def attention_packed(
         As in `attention`, within each sequence. In the draws of dropout the number of the sequence is that of the batch row.
     offset : int or (S,) array of int, optional
         Position of a sequence's query 0 among its keys. Default 0 where every sequence has as many keys as queries.
-    algorithm, num_threads
+    algorithm, num_threads, precision
         As in `attention`; "auto" chooses for each sequence.
     return_lse : bool
         Also return the log of the sum of exponentials of each row.
@@ -106,7 +106,7 @@ def attention_packed(
     ((16, 2, 8), True)
     """
     rules = Rules(None, is_causal, offset, None, window, scale, softcap, algorithm, num_threads, None, sinks, alibi, dropout,
-                  seed)
+                  seed, precision)
     packed = _checked(q, k, v, lengths_q, lengths_k, rules, backward=False)
     return_lse = validate.flag("return_lse", return_lse)
     workers = threads.resolve(num_threads)
@@ -140,7 +140,7 @@ def attention_packed_backward(
     lengths_k: np.ndarray | None = None, *, is_causal: bool = False, offset: int | np.ndarray | None = None,
     window: tuple[int | None, int | None] | None = None, scale: float | None = None, softcap: float | None = None,
     sinks: np.ndarray | None = None, alibi: np.ndarray | None = None, dropout: float = 0.0, seed: int | None = None,
-    algorithm: str = "auto", num_threads: int | None = None,
+    algorithm: str = "auto", num_threads: int | None = None, precision: str | None = None,
 ) -> tuple[np.ndarray, ...]:
     """Gradients of `attention_packed`.
 
@@ -152,7 +152,7 @@ def attention_packed_backward(
         As in `attention_packed`.
     out, lse : (total_q, H, Dv) and (H, total_q) arrays
         What ``attention_packed(..., return_lse=True)`` returned for the same arguments.
-    is_causal, offset, window, scale, softcap, sinks, alibi, dropout, seed, algorithm, num_threads
+    is_causal, offset, window, scale, softcap, sinks, alibi, dropout, seed, algorithm, num_threads, precision
         As in `attention_packed`.
 
     Returns
@@ -167,7 +167,7 @@ def attention_packed_backward(
         As `attention_packed`; also for a grad_out, out or lse of the wrong shape or dtype.
     """
     rules = Rules(None, is_causal, offset, None, window, scale, softcap, algorithm, num_threads, None, sinks, alibi, dropout,
-                  seed)
+                  seed, precision)
     packed = _checked(q, k, v, lengths_q, lengths_k, rules, backward=True)
     problem = packed.problem
     _, H, Hkv, total, total_k, D, Dv = problem.shape

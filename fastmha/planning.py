@@ -64,6 +64,10 @@ class Plan:
     balance : float
         Predicted share of `threads` that is kept busy, in (0, 1]: total work over threads times the makespan of the
         items handed out in order.
+    backward : bool
+        Whether this is the plan of the backward pass.
+    shapes : str
+        The call in words: its arrays' sizes, heads and rules.
     """
 
     algorithm: str

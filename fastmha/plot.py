@@ -342,7 +342,7 @@ def layout(array: np.ndarray, axes: str | None = None) -> Figure:
     figure.suptitle(_described(array, names), fontsize=10)
     bars, memory = figure.subplots(2, 1, height_ratios=(strides + 0.3, rows + 0.3))
     _draw_strides(bars, array, names)
-    _draw_pages(memory, pieces, pages, names, rows / len(pages))
+    _draw_pages(memory, pieces, pages, rows / len(pages))
     own = [piece for piece in pieces if piece.head == 0]
     memory.set_title(
         f"First {_count(_first(array, names, 'L', TOKENS), 'token')}"
@@ -486,7 +486,7 @@ def _lanes(pieces: Sequence[_Piece]) -> list[int]:
     return lanes
 
 
-def _draw_pages(axes: Any, pieces: Sequence[_Piece], pages: Sequence[int], names: str, inches: float) -> None:
+def _draw_pages(axes: Any, pieces: Sequence[_Piece], pages: Sequence[int], inches: float) -> None:
     """A row of so many inches for each page, its pieces where they lie in it."""
     from matplotlib.patches import Rectangle
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 import reprlib
 import sys
 import warnings
@@ -30,6 +31,7 @@ _FLOATS = frozenset(FLOAT_TYPES)         # to look one up takes a tenth of the t
 _HALF_TYPES = ("float16", "bfloat16")    # names: NumPy has no dtype of the second's
 BLAS_INT_MAX = 2**31 - 1        # BLAS integers are C ints in every SciPy wheel
 LARGEST = BLAS_INT_MAX - 64     # length or width: rows of scores are padded to whole vectors
+MOST_BYTES = 2**47              # of one array: what a process can address
 UNBOUNDED = 2**62               # as FMHA_UNBOUNDED: from here on a side of a window removes nothing at any offset
 _OFFSET_MAX = 2**61             # i + offset + a side below UNBOUNDED stays within 64 bits
 _MOST_LOOKED_AT = 2**24         # elements of a mask that is looked at in full for being meant the other way
@@ -300,9 +302,12 @@ def same_dtype(name: str, x: np.ndarray, like: str, dtype: np.dtype) -> None:
 
 def integer(name: str, value: Any, minimum: int | None = None, maximum: int = 2**63 - 1, why: str = "") -> int:
     """value as an int, where it has a minimum (sizes and counts) one up to `maximum`; bool is none."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {short(value)}")
-    number = int(value)
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {short(value)}") from None
     if minimum is not None and not minimum <= number <= maximum:
         above = f"at most {maximum}{why}" if maximum < 2**63 - 1 else f"below 2**{maximum.bit_length()}"
         raise ValueError(f"{name} must be {f'at least {minimum}' if number < minimum else above}, got {short(number)}")
@@ -729,7 +734,7 @@ def output(out: Any, shape: tuple[int, ...], dtype: np.dtype, inputs: dict[str, 
     same_dtype("out", out, of, dtype)
     flags = out.flags
     if not flags.writeable:
-        raise ValueError("out is read-only")
+        raise ValueError("out must be writable, got a read-only array")
     if not flags.c_contiguous:      # which has one place for each element
         reach = out.itemsize - 1
         for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape) if n > 1):

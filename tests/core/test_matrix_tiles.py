@@ -605,10 +605,23 @@ def test_a_precision_is_permission_and_not_an_order():
         assert_same([fastmha.attention(q, k, v, precision="medium")], [fastmha.attention(q, k, v)])
 
 
+@pytest.mark.parametrize("kind", ["high", "medium"])
+def test_packed_sequences_take_the_precision_of_their_call(tiles, kind):
+    asked = KINDS[kind][1]
+    x = operands(kind, 1, 2, 1, 70, 70, 32, 32)
+    q, k, v, g = (np.ascontiguousarray(y[0].transpose(1, 0, 2)) for y in x)
+    out, lse = fastmha.attention_packed(q, k, v, [70], return_lse=True, algorithm="tiled", precision=asked)
+    grads = fastmha.attention_packed_backward(g, q, k, v, out, lse, [70], algorithm="tiled", precision=asked)
+    assert_same([y.transpose(1, 0, 2)[None] for y in (out, *grads)] + [lse[None]],
+                [y for n, y in enumerate(attend(kind, x)) if n != 1] + [attend(kind, x)[1]])
+    assert (out != fastmha.attention_packed(q, k, v, [70], algorithm="tiled")).any()
+
+
 @pytest.mark.parametrize("wrong", ["", "best", 3, ["high"]])
 def test_an_unknown_precision_is_an_error_that_names_it(wrong):
     q, k, v, _ = operands("high", 1, 1, 1, 2, 2, 4, 4)
-    for call in (lambda: fastmha.attention(q, k, v, precision=wrong), lambda: fastmha.plan(q, k, v, precision=wrong)):
+    for call in (lambda: fastmha.attention(q, k, v, precision=wrong), lambda: fastmha.plan(q, k, v, precision=wrong),
+                 lambda: fastmha.attention_packed(q[0, 0, :, None], k[0, 0, :, None], v[0, 0, :, None], [2], precision=wrong)):
         with raises(ValueError, f'precision must be "highest", "high" or "medium", got {wrong!r}'):
             call()
     with raises(ValueError, f'name must be "highest", "high" or "medium", got {wrong!r}'):

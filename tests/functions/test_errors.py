@@ -640,7 +640,7 @@ def test_out_that_cannot_be_written(name):
 def test_out_that_is_read_only():
     out = np.full((B, H, LQ, DV), 7, np.float32)
     out.flags.writeable = False
-    fails(lambda: attend(out=out), ValueError, r"out is read-only")
+    fails(lambda: attend(out=out), ValueError, r"out must be writable, got a read-only array")
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask"])

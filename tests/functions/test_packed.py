@@ -687,7 +687,8 @@ FORWARD = {
     "out of another dtype": ({"out": zeros(TQ, H, DV, dtype=np.float64)}, TypeError,
                              "out has dtype float64 but q has float32: ..."),
     "out a list": ({"out": []}, TypeError, "out must be a NumPy array, got list"),
-    "out read-only": ({"out": np.broadcast_to(np.float32(0), (TQ, H, DV))}, ValueError, "out is read-only"),
+    "out read-only": ({"out": np.broadcast_to(np.float32(0), (TQ, H, DV))}, ValueError,
+                      "out must be writable, got a read-only array"),
 }  # fmt: skip
 BACKWARD = {
     "decode": ({"algorithm": "decode"}, ValueError, 'algorithm "decode" cannot serve this call: it has no backward pass'),

@@ -442,23 +442,6 @@ def test_a_copy_gives_the_same_bits_is_independent_and_its_parameters_are_views(
     assert same_bits(m.forward(X, context=given), expected)
 
 
-@pytest.mark.parametrize("use_bias", [False, True])
-def test_a_pickle_of_before_there_were_these_widths_is_read(use_bias):
-    m = MultiHeadAttention(12, 4, num_kv_heads=2, use_bias=use_bias, rng=0)
-    state = m.__getstate__()
-    for name in ("_W_context", "_kdim", "_vdim"):
-        del state[name]
-    state["_columns"] = {letter: state["_columns"][letter] for letter in "QKV"}
-    other, X = object.__new__(MultiHeadAttention), normal(B, L, 12)
-    other.__setstate__(copy.deepcopy(state))
-    assert repr(other) == repr(m)
-    assert (other.kdim, other.vdim) == (12, 12)
-    for context in (None, (X, X)):
-        assert same_bits(other.forward(X, context=context), m.forward(X, context=context))
-        assert same_bits(other.backward(X), m.backward(X))
-    assert pickle.loads(pickle.dumps(other)).state_dict().keys() == m.state_dict().keys()
-
-
 FROZEN = {
     "kdim = vdim": {"head_dim": 32, "kdim": 40, "vdim": 40, "use_bias": True},
     "kdim, vdim": {"head_dim": 32, "num_kv_heads": 2, "kdim": 40, "vdim": 70, "use_bias": "qkv"},

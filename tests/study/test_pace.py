@@ -350,11 +350,12 @@ DOCUMENT = json.loads((report.Path(__file__).parents[2] / "docs" / "layouts" / "
 @pytest.mark.parametrize("question", questions.ALL, ids=lambda question: question.name)
 def test_a_question_can_be_answered_from_any_part_of_its_records(question):
     own = [record for record in DOCUMENT["records"] if record["question"] == question.name]
+    assert question.answered(DOCUMENT) is not None
     for part in subsets(own):
         found = {**DOCUMENT, "records": part}
         answer = question.answered(found)
         if answer is not None:
-            report.markdown(found, [(question, answer)])
+            assert question.title in report.markdown(found, [(question, answer)])
 
 
 @needs_extra

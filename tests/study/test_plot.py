@@ -170,7 +170,7 @@ def test_a_nan_is_red_and_does_not_move_the_scale():
     assert legend(figure) == ["NaN or infinite"]
 
 
-def test_weights_that_are_all_0_are_drawn():
+def test_weights_that_are_all_0_are_drawn_without_an_error():
     drawn(plot.attention(np.zeros((3, 3))))
 
 
