@@ -19,7 +19,7 @@ def show_config() -> None:
         ("Python", f"{platform.python_version()} {platform.python_implementation()}, {platform.platform()}"),
         ("NumPy", np.__version__),
         ("SciPy", scipy.__version__),
-        ("CPU", f"{platform.machine()}, {sys.byteorder}-endian"),
+        ("CPU", f"{tuning.cpu_name()}, {platform.machine()}, {sys.byteorder}-endian"),
         ("kernels", f"{isa} ({8 * width}-bit vectors); runnable here: {', '.join(_core.runnable_isas())}"),
         ("tiles", f"{_on_tiles()}; precision of float32 products: {precision.get_precision()}"),
         ("tuning", tuning.source() or "defaults"),

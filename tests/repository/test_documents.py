@@ -171,6 +171,28 @@ def test_files_that_the_documents_name_exist(name):
         assert (ROOT / path).is_file(), path
 
 
+FOLDERS = [ROOT / name for name in ("fastmha", "tests", "benches", "examples", "docs", ".ci")]
+SOURCES = [path for path in (*ROOT.glob("*"), *(path for folder in FOLDERS for path in folder.rglob("*")))
+           if path.is_file() and path.suffix not in {".so", ".pyc", ".md"}]
+
+
+@pytest.mark.parametrize("name", sorted({*TEXTS, "CONTRIBUTING.md", "CHANGELOG.md"} - {"docs/models.md"}))     # which cites others'
+def test_sources_that_the_documents_name_exist(name):
+    known = {path.name for path in SOURCES}
+    for source in re.findall(r"[`/ ]([\w*]+\.(?:py|pyx|pxd|pxi|c|h|inc\.h))[` ]", (ROOT / name).read_text(encoding="utf-8")):
+        assert source in known or "*" in source, source
+
+
+def test_what_contributing_names_is_in_the_sources():
+    """Recipes that name what is gone help nobody."""
+    words = {word for path in SOURCES if path != Path(__file__).resolve()
+             for word in re.findall(r"[\w-]+", f"{path.name} {path.read_text(encoding='utf-8', errors='ignore')}")}
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    named = {part for name in re.findall(r"`([A-Za-z_][\w.]*)`", text) for part in name.split(".")}
+    assert len(named) > 50
+    assert named - words == {"your_kernel", "v_", "prange"}
+
+
 # -------------------------------------------------------------------------------------------------------- the study
 
 STUDY = ROOT / "docs" / "layouts" / "results.json"

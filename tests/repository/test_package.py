@@ -94,7 +94,7 @@ def test_show_config_prints_what_a_bug_report_needs(capsys):
     isa, width = _core.selected_isa()
     for part in (
         fastmha.__version__, _core.__file__, platform.python_version(), np.__version__, scipy.__version__,
-        platform.machine(), f"{isa} ({8 * width}-bit vectors)", ", ".join(RUNNABLE), "BLAS",
+        fastmha.tuning.cpu_name(), platform.machine(), f"{isa} ({8 * width}-bit vectors)", ", ".join(RUNNABLE), "BLAS",
         fastmha.threads.blas_setter or "no setter found", f"{fastmha.get_num_threads()} per call",
     ):  # fmt: skip
         assert part in text
