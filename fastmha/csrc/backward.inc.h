@@ -762,12 +762,15 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     return multiplied;
 }
 
-/* to <- factor * from. */
+/* to <- factor * from, any NaN as one: which of two operands a sum of NaN takes its sign from may follow the threads. */
 static void FMHA_NAME(multiply_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
                                   ptrdiff_t stride)
 {
     for (ptrdiff_t i = 0; i < rows; i++)
-        for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = factor * from[i * ld + d];
+        for (ptrdiff_t d = 0; d < width; d++) {
+            const REAL value = factor * from[i * ld + d];
+            to[i * stride + d] = value == value ? value : (REAL)NAN;
+        }
 }
 
 /* grad rows of an element type <- factor * rest * sums, which may be written over. */

@@ -342,6 +342,9 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
         FMHA_NAME(packed) own;
         const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
         char apart[BLOCK_ROWS];
+        /* What tiles have of their rows; what is kept of these says that they are no rows of vectors, also where the work begins again. */
+        const REAL *lse = own.shift, *delta = own.delta;
+        uint64_t odd = ALL_ROWS;
         if (x->states_known && !run->again && wanted && p->Lk > 0 && FMHA_NAME(rows_apart)(&x->w, &block, &own, wanted, apart))
             __atomic_store_n(&run->apart[0], 1, __ATOMIC_RELAXED);
 #if FMHA_TILES
@@ -349,12 +352,9 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
             FMHA_NAME(gradient_rows) rows;
             FMHA_NAME(gradient_rows_at)(run, x->item.b, x->item.h, i0, &rows);
             FMHA_NAME(add_transposed)(block.rows, block.queries, x->width, x->grad_q + i0 * x->width, own.grad_q);
-            for (ptrdiff_t r = 0; r < block.rows; r++) {
-                if (*rows.odd >> r & 1) continue;
-                own.shift[r] = rows.lse[r];
-                own.inverse[r] = 1;
-                own.delta[r] = rows.delta[r];
-            }
+            lse = rows.lse;
+            delta = rows.delta;
+            odd = *rows.odd;
         }
 #endif
         for (ptrdiff_t r = 0; r < block.rows; r++) {
@@ -363,9 +363,10 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
                                   FMHA_NAME(row_in)(p->element, &run->grad_q, x->item.b, h, i), 0);
             if (!run->row_states || p->Lk == 0) continue;
             REAL *state = (REAL *)run->row_states + ((x->item.b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
-            state[FMHA_ROW_SHIFT] = own.shift[r];
-            state[FMHA_ROW_INVERSE] = own.inverse[r];
-            state[FMHA_ROW_DELTA] = own.delta[r];
+            const int by_vectors = (int)(odd >> r & 1);
+            state[FMHA_ROW_SHIFT] = by_vectors ? own.shift[r] : lse[r];
+            state[FMHA_ROW_INVERSE] = by_vectors ? own.inverse[r] : 1;
+            state[FMHA_ROW_DELTA] = by_vectors ? own.delta[r] : delta[r];
             /* only a sink sees the delta of an empty row, which is 0 whatever grad_out holds */
             if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, x->item.b, h, i)) state[FMHA_ROW_DELTA] = 0;
         }

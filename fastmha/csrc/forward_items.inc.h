@@ -56,6 +56,7 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
         }
         const REAL *sums = out + r * block->value_width;
         trace = FMHA_NAME(divided_row)(p->Dv, sums, total[r], FMHA_NAME(out_row)(run, block, r, m), trace);
+        if (total[r] != total[r]) FMHA_NAME(fill)(p->Dv, FMHA_NAME(out_row)(run, block, r, m), total[r]);     /* an infinite sink leaves sums of 0 */
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         const REAL bound = 2 * TINY * total[r];     /* hardly a row is: looked at by what is at hand */
         if (total[r] != 0 && p->Dv > 0 && sums[0] <= bound && sums[0] >= -bound) some |= (uint64_t)1 << r;

@@ -189,9 +189,10 @@ def test_a_removed_key_and_value_change_no_bit_of_the_rows(tiles, kind, poison):
         assert_same([clean[x][:, :, :50]], [poisoned[x][:, :, :50]])
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])      # heads whole, and split
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @kinds
-def test_a_row_of_queries_changes_no_bit_of_the_gradients_of_keys_that_it_may_not_attend(tiles, kind, poison):
+def test_a_row_of_queries_changes_no_bit_of_other_rows_and_of_keys_that_it_may_not_attend(tiles, kind, poison, num_threads):
     Lq, Lk = 100, 230
     q, k, v, g = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
     rules = {"is_causal": True, "offset": 0}
@@ -204,10 +205,11 @@ def test_a_row_of_queries_changes_no_bit_of_the_gradients_of_keys_that_it_may_no
         zeroed[at][:, 1, 40] = 0
         zeroed[3][:, 1, 40] = 0
         with np.errstate(all="ignore"):
-            dirty, clean = attend(kind, bad, **rules), attend(kind, zeroed, **rules)
+            dirty, clean = attend(kind, bad, num_threads, **rules), attend(kind, zeroed, num_threads, **rules)
         for x in (3, 4):
             assert_same([dirty[x][:, :, 41:]], [clean[x][:, :, 41:]])
         assert_same([dirty[2][:, 0]], [clean[2][:, 0]])
+        assert_same([np.delete(dirty[2][:, 1], 40, axis=1)], [np.delete(clean[2][:, 1], 40, axis=1)])
 
 
 @kinds

@@ -212,12 +212,13 @@ def test_beside_a_sink_so_large_all_weights_vanish(isa, dtype, algorithm, second
         assert not x.any()
 
 
+@pytest.mark.parametrize("Lk", [5, 300, 900])       # in a tile, in several, in runs of these
 @all_dtypes
 @with_decode
-def test_a_sink_that_is_no_number_is_the_users(isa, dtype, algorithm, rng):
+def test_a_sink_that_is_no_number_is_the_users(isa, dtype, algorithm, Lk, rng):
     """NaN, and +inf, make NaN of the rows of their heads that are not empty, and change no bit of the others."""
-    q, k, v, _ = draw(rng, 2, 4, 2, 3, 300, 5, 4, dtype)
-    rule = {"key_padding_lengths": [300, 0], "algorithm": algorithm, "return_lse": True}
+    q, k, v, _ = draw(rng, 2, 4, 2, 3, Lk, 5, 4, dtype)
+    rule = {"key_padding_lengths": [Lk, 0], "algorithm": algorithm, "return_lse": True}
     clean = fastmha.attention(q, k, v, sinks=of(1, 2, 3, 4, dtype=dtype), **rule)
     out, _ = fastmha.attention(q, k, v, sinks=of(1, np.nan, 3, np.inf, dtype=dtype), **rule)
     assert np.isnan(out[0, 1::2]).all()
