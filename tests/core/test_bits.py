@@ -73,7 +73,7 @@ def test_n_threads_agnosticism(isa, dtype, algorithm, name, rng):
 def test_n_threads_agnosticism_of_nan(isa, dtype, algorithm, rules, rng):
     """Also of its sign, which a sum takes from one of its operands."""
     q, k, v, g = draw(rng, 1, 4, 2, 300, 300, 16, 16, dtype)
-    q[0, 1, 7, 3], k[0, 0, 40], v[0, 1, 100, 5], g[0, 2, 200, 1] = np.nan, np.nan, np.inf, -np.inf
+    k[0, 0, 40], v[0, 0, 100], v[0, 1, 7, 3] = np.nan, np.inf, -np.inf
     with np.errstate(all="ignore"):
         one = run(fastmha, q, k, v, g, threads=1, algorithm=algorithm, **rules)
         for threads in (2, 3, 7):

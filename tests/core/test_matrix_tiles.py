@@ -190,9 +190,20 @@ def test_a_removed_key_and_value_change_no_bit_of_the_rows(tiles, kind, poison):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])      # heads whole, and split
+@kinds
+def test_rows_that_are_left_to_vectors_change_no_bit_of_the_others(tiles, kind, num_threads):
+    """Also where these rows want sums of their own, and the head is done again."""
+    q, k, v, g = operands(kind, 1, 2, 1, 300, 300, 32, 32)
+    odd = np.random.default_rng(1).permutation(300)[:12]
+    zeroed = g.copy()
+    g[:, 1, odd, 7], zeroed[:, 1, odd] = np.nan, 0
+    dirty, clean = (attend(kind, (q, k, v, x), num_threads, window=(40, 35))[2] for x in (g, zeroed))
+    assert_same([dirty[:, 0], np.delete(dirty[:, 1], odd, axis=1)], [clean[:, 0], np.delete(clean[:, 1], odd, axis=1)])
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @kinds
-def test_a_row_of_queries_changes_no_bit_of_other_rows_and_of_keys_that_it_may_not_attend(tiles, kind, poison, num_threads):
+def test_a_row_of_queries_changes_no_bit_of_the_gradients_of_keys_that_it_may_not_attend(tiles, kind, poison):
     Lq, Lk = 100, 230
     q, k, v, g = operands(kind, 1, 2, 1, Lq, Lk, 32, 32)
     rules = {"is_causal": True, "offset": 0}
@@ -205,11 +216,10 @@ def test_a_row_of_queries_changes_no_bit_of_other_rows_and_of_keys_that_it_may_n
         zeroed[at][:, 1, 40] = 0
         zeroed[3][:, 1, 40] = 0
         with np.errstate(all="ignore"):
-            dirty, clean = attend(kind, bad, num_threads, **rules), attend(kind, zeroed, num_threads, **rules)
+            dirty, clean = attend(kind, bad, **rules), attend(kind, zeroed, **rules)
         for x in (3, 4):
             assert_same([dirty[x][:, :, 41:]], [clean[x][:, :, 41:]])
         assert_same([dirty[2][:, 0]], [clean[2][:, 0]])
-        assert_same([np.delete(dirty[2][:, 1], 40, axis=1)], [np.delete(clean[2][:, 1], 40, axis=1)])
 
 
 @kinds
