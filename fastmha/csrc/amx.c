@@ -1,4 +1,5 @@
-/* AMX (tiles, bfloat16) beside AVX-512, for float32 and half precision, inside a fenced target region: nothing outside it may use these instructions. */
+/* AMX (tiles, bfloat16) beside AVX-512, for float32 and half precision, inside a fenced target region: nothing outside it may
+ * use these instructions. */
 #include "fastmha.h"
 #include "pool.h"
 #include "subnormals.h"

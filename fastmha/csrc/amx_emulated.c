@@ -1,5 +1,5 @@
-/* The algorithms on matrix tiles with the tiles' arithmetic in plain C, and vectors as wide that any compiler makes of what there is:
- * for tests anywhere, never chosen by itself. */
+/* The algorithms on matrix tiles with the tiles' arithmetic in plain C, and vectors as wide that any compiler makes of what
+ * there is: for tests anywhere, never chosen by itself. */
 #include "fastmha.h"
 #include "pool.h"
 #include "subnormals.h"

@@ -1,5 +1,5 @@
-/* AVX-512 with its bfloat16 instructions, on which the algorithms of matrix tiles run, for float32 and half precision, inside a fenced
- * target region: nothing outside it may use these instructions. */
+/* AVX-512 with its bfloat16 instructions, on which the algorithms of matrix tiles run, for float32 and half precision, inside a
+ * fenced target region: nothing outside it may use these instructions. */
 #include "fastmha.h"
 #include "pool.h"
 #include "subnormals.h"

@@ -1,24 +1,27 @@
-/* The "tiled" algorithm backward: one block of queries against one tile of keys. What blocks and tiles make an item: backward_items.inc.h.
+/* The "tiled" algorithm backward: one block of queries against one tile of keys. What blocks and tiles make an item:
+ * backward_items.inc.h.
  *
- * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r).
- * dQ is summed FMHA_SUM_KEYS keys after FMHA_SUM_KEYS keys, dK and dV block after block.
+ * With lse saved: P^T = exp(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta), delta_r = sum(dO_r * O_r). dQ is summed
+ * FMHA_SUM_KEYS keys after FMHA_SUM_KEYS keys, dK and dV block after block.
  *
- * exp(S - lse) errs by the rounding of lse, which grows with |lse|, and by what another order of the terms of S has put into it, which grows
- * with |q| |k| even where S is small; and where all scores of a row are one huge constant, lse has lost the number of keys. So rows add up
- * the P that come of lse, and where the sum is not 1 to the rounding of lse they have sums of their own taken over all their keys (own_sums),
- * P = exp(S - peak) / total and delta = sum(P dP), and the work is done again. Own sums are taken at once where |lse| is huge; of few rows, whose
- * lse "decode" may have written, where |lse| is far from what ordinary scores give; and of LONE_ROWS, whose errors nothing evens out, wherever
- * all keys are in a single tile. Each row decides by itself. */
+ * exp(S - lse) errs by the rounding of lse, which grows with |lse|, and by what another order of the terms of S has put into it,
+ * which grows with |q| |k| even where S is small; and where all scores of a row are one huge constant, lse has lost the number
+ * of keys. So rows add up the P that come of lse, and where the sum is not 1 to the rounding of lse they have sums of their own
+ * taken over all their keys (own_sums), P = exp(S - peak) / total and delta = sum(P dP), and the work is done again. Own sums
+ * are taken at once where |lse| is huge; of few rows, whose lse "decode" may have written, where |lse| is far from what ordinary
+ * scores give; and of LONE_ROWS, whose errors nothing evens out, wherever all keys are in a single tile. Each row decides by
+ * itself. */
 
 #define P_KEYS (FMHA_SUM_KEYS / 3)      /* of a sum of P: of many equal ones each addition may round to the same side */
 #define HUGE_LSE 256            /* |lse| from where on no lse is taken */
 #define FAR_LSE 8               /* the same of few rows, beyond the log of the number of keys, or below 0 */
 #define LONE_ROWS 16            /* of as few it is FAR_LSE, however many keys: the rounding of lse, the error of grad_k, is not evened out */
 
-/* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q (queries,
- * width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row shift and inverse in
- * P = exp(score - shift) * inverse, delta, the lift of its scores, the sum of P so far, and what that has lost; its kind, of the block and at its first row
- * alone, a sum of those below; and of few rows that have own sums what the products of these were, scores and then grad_weights (rows, keys). */
+/* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q
+ * (queries, width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row
+ * shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, the sum of P so far, and what that has
+ * lost; its kind, of the block and at its first row alone, a sum of those below; and of few rows that have own sums what the
+ * products of these were, scores and then grad_weights (rows, keys). */
 typedef struct {
     REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *lost, *kind, *products;
 } FMHA_NAME(packed);
@@ -55,13 +58,15 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
     return used;
 }
 
-/* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile, sums of grad_k
- * (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; of a head that is split, sums of a block's grad_q that
- * wait for their turn, of each FMHA_SUM_KEYS keys of a tile (rows, width); a copy of k; copies of a block of q and grad_out; keys and
- * values, and rows of q and grad_out, where they are converted, or the former copied; sums of P of each P_KEYS keys of a tile; what few_scores needs; what is kept
- * of all blocks of a head where it is one item, and sums of grad_k and grad_v of all its keys where these go through it in sections. */
+/* Scratch of one thread: scores^T, grad_scores^T, slopes of the softcap and what dropout has drawn (keys, queries); of a tile,
+ * sums of grad_k (keys, width) and grad_v (keys, value width), of a share as many as it has blocks; of a head that is split,
+ * sums of a block's grad_q that wait for their turn, of each FMHA_SUM_KEYS keys of a tile (rows, width); a copy of k; copies of
+ * a block of q and grad_out; keys and values, and rows of q and grad_out, where they are converted, or the former copied; sums
+ * of P of each P_KEYS keys of a tile; what few_scores needs; what is kept of all blocks of a head where it is one item, and sums
+ * of grad_k and grad_v of all its keys where these go through it in sections. */
 typedef struct {
-    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values, *rows, *sums, *few;
+    REAL *scores, *grad_scores, *slopes, *kept, *grad_k, *grad_v, *grad_q, *copy_k, *copy_q, *copy_grad_out, *keys, *values,
+            *rows, *sums, *few;
     REAL *all_grad_k, *all_grad_v;
     FMHA_NAME(packed) packed;
 } FMHA_NAME(backward_memory);
@@ -71,8 +76,9 @@ static inline ptrdiff_t FMHA_NAME(head_rows)(const fmha_problem *p)
     return ROUND_UP(fmha_heads_cut(p).rows, BLOCK_ROWS);
 }
 
-/* Rows of a section of a head that is one item. All tiles go through a section before the next: what it reads of its rows, and writes, time
- * and again is then in the second cache, where that of long heads, and of many in a group, would come from the third or from memory. */
+/* Rows of a section of a head that is one item. All tiles go through a section before the next: what it reads of its rows, and
+ * writes, time and again is then in the second cache, where that of long heads, and of many in a group, would come from the
+ * third or from memory. */
 static ptrdiff_t FMHA_NAME(section_rows)(const fmha_problem *p)
 {
     const ptrdiff_t rows = FMHA_NAME(head_rows)(p), of_row = (3 * p->D + 2 * p->Dv) * (ptrdiff_t)sizeof(REAL);
@@ -81,7 +87,8 @@ static ptrdiff_t FMHA_NAME(section_rows)(const fmha_problem *p)
 }
 
 /* kept_rows: of which something is kept; sums: of a tile, so many. Returns the size in REALs; without memory that is all. */
-static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kept_rows, ptrdiff_t sums, REAL *memory, FMHA_NAME(backward_memory) *m)
+static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kept_rows, ptrdiff_t sums, REAL *memory,
+                                            FMHA_NAME(backward_memory) *m)
 {
     ptrdiff_t used = 0, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES);
     m->scores = FMHA_NAME(take)(memory, &used, TILE_KEYS * BLOCK_LD);
@@ -109,7 +116,8 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
 static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, const FMHA_NAME(packed) *all, ptrdiff_t at)
 {
     return (FMHA_NAME(packed)){
-        .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at / BLOCK_ROWS * BLOCK_LD * p->D, .grad_out = all->grad_out + at / BLOCK_ROWS * BLOCK_LD * p->Dv,
+        .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at / BLOCK_ROWS * BLOCK_LD * p->D,
+                .grad_out = all->grad_out + at / BLOCK_ROWS * BLOCK_LD * p->Dv,
         .shift = all->shift + at, .inverse = all->inverse + at, .delta = all->delta + at, .lift = all->lift + at,
         .sum = all->sum + at, .lost = all->lost + at, .kind = all->kind + at, .products = all->products,
     };
@@ -138,7 +146,8 @@ typedef struct {
     FMHA_NAME(backward_memory) m;
     REAL far_above;             /* lse beyond it is far, and below -FAR_LSE: of few rows */
     int few, fewest;            /* the rows are so few that "decode" may have made their lse; and that few_scores serves */
-    REAL *sums;                 /* BLOCK_ROWS sums of P of each P_KEYS keys, which wait for the block's turn, or NULL: one item is at work on it */
+    /* BLOCK_ROWS sums of P of each P_KEYS keys, which wait for the block's turn, or NULL: one item is at work on it */
+    REAL *sums;
     int waiting;                /* how many */
     int k_finite;               /* of the tile at hand, if pairs are removed */
     int far;                    /* values are fetched beside the keys */
@@ -153,7 +162,8 @@ static inline const char *FMHA_NAME(row_of)(const fmha_problem *p, const fmha_ar
     return FMHA_NAME(row_in)(p->element, x, block->b, block->head[r], block->query[r]);
 }
 
-/* n keys and values of the block's head from key j on: where they lie, or converted or copied, which serves until others are asked for. */
+/* n keys and values of the block's head from key j on: where they lie, or converted or copied, which serves until others are
+ * asked for. */
 static FMHA_NAME(tile) FMHA_NAME(tile_of)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n)
 {
     const fmha_problem *p = &w->run->p;
@@ -182,8 +192,9 @@ static inline ptrdiff_t FMHA_NAME(row_at)(const fmha_run *run, const FMHA_NAME(r
     return (block->b * run->p.H + block->head[r]) * run->p.Lq + block->query[r];
 }
 
-/* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; of few rows the products are kept, where they
- * are to be, or taken from where they are. Returns whether a band leaves some vector less than the whole tile, or -1 if masks remove all of it. */
+/* Scores of n keys from j on, softcap and masks in them, and grad_weights, into w's scratch; of few rows the products are kept,
+ * where they are to be, or taken from where they are. Returns whether a band leaves some vector less than the whole tile, or -1
+ * if masks remove all of it. */
 static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t j,
                                       ptrdiff_t n, int keep, int *masked)
 {
@@ -199,7 +210,8 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     block->few.known = ((int)*packed->kind & FMHA_NAME(known_block)) != 0;
     block->few.kept = block->few.known || (keep && block->few.scratch) ? packed->products + j : NULL;
     /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-    FMHA_NAME(tile_scores)(p, block, banded, n, tile.k, tile.ldk, packed->q, (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
+    FMHA_NAME(tile_scores)(p, block, banded, n, tile.k, tile.ldk, packed->q,
+                           (int)*packed->kind & FMHA_NAME(lifted_block) ? packed->lift : NULL,
                            w->m.scores);
     if (block->few.kept) block->few.kept += FMHA_NAME(kept_product)(p);
     /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
@@ -209,8 +221,9 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     return banded;
 }
 
-/* Of the rows of a block, over the keys met so far: peak, total = sum(exp(S - peak)), delta = sum(exp(S - peak) dP), and what the latter two
- * have lost. Of long rows one sum would round as often as there are keys: sums of FMHA_SUM_KEYS are added, and what that rounds off as well. */
+/* Of the rows of a block, over the keys met so far: peak, total = sum(exp(S - peak)), delta = sum(exp(S - peak) dP), and what
+ * the latter two have lost. Of long rows one sum would round as often as there are keys: sums of FMHA_SUM_KEYS are added, and
+ * what that rounds off as well. */
 typedef struct {
     REAL peak[BLOCK_ROWS], total[BLOCK_ROWS], delta[BLOCK_ROWS], total_lost[BLOCK_ROWS], delta_lost[BLOCK_ROWS];
 } FMHA_NAME(own);
@@ -221,8 +234,8 @@ static void FMHA_NAME(begin_own)(const fmha_problem *p, const FMHA_NAME(rows) *b
     for (ptrdiff_t r = 0; r < block->queries; r++) own->delta[r] = own->total_lost[r] = own->delta_lost[r] = 0;
 }
 
-/* The keys that backward_scores has left join, from key j on. Each FMHA_SUM_KEYS keys from key 0 on are a sum, whichever of them are removed, or
- * left out because they are. */
+/* The keys that backward_scores has left join, from key j on. Each FMHA_SUM_KEYS keys from key 0 on are a sum, whichever of them
+ * are removed, or left out because they are. */
 static void FMHA_NAME(own_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, ptrdiff_t j, FMHA_NAME(own) *own)
 {
     const ptrdiff_t ld = block->ld;
@@ -269,9 +282,10 @@ static void FMHA_NAME(own_tile)(const FMHA_NAME(backward) *w, const FMHA_NAME(ro
     }
 }
 
-/* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these. Returns whether
- * there are any. */
-static int FMHA_NAME(take_own)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, FMHA_NAME(own) *own,
+/* Of the rows chosen: P by their own peak and total, delta by their own P; unless lse was taken over more keys than these.
+ * Returns whether there are any. */
+static int FMHA_NAME(take_own)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                               FMHA_NAME(own) *own,
                                const char *chosen)
 {
     const fmha_run *run = w->run;
@@ -284,7 +298,8 @@ static int FMHA_NAME(take_own)(const FMHA_NAME(backward) *w, const FMHA_NAME(row
         VEC peak = v_load(own->peak + r), total = v_load(own->total + r), delta = v_load(own->delta + r);
         const VEC of_total = v_load(own->total_lost + r), of_delta = v_load(own->delta_lost + r);
         peak = v_select(v_equal(peak, v_splat(NEGATIVE_INFINITY)), zero, peak);
-        total = v_select(v_equal(of_total - of_total, zero), total + of_total, total);      /* where a sum is infinite, what it lost is none */
+        /* where a sum is infinite, what it lost is none */
+        total = v_select(v_equal(of_total - of_total, zero), total + of_total, total);
         delta = v_select(v_equal(of_delta - of_delta, zero), delta + of_delta, delta);
         const VEC inverse = v_splat(1) / total;
         v_store(own->peak + r, peak);
@@ -297,7 +312,8 @@ static int FMHA_NAME(take_own)(const FMHA_NAME(backward) *w, const FMHA_NAME(row
         if (!chosen[r]) continue;
         /* A logarithm takes longer than all else here: where the total is what lse says it is, to a few roundings, nobody asks for it. */
         if (!(own->total[r] >= expected[r] * (1 - LSE_ROUNDINGS / 2 * REAL_EPSILON))
-            && FMHA_NAME(of_more_keys)(&run->p, block->b, block->head[r], block->query[r], lse[r], own->peak[r] + REAL_LOG(own->total[r]), &longest)) continue;
+            && FMHA_NAME(of_more_keys)(&run->p, block->b, block->head[r], block->query[r], lse[r],
+                                       own->peak[r] + REAL_LOG(own->total[r]), &longest)) continue;
         packed->shift[r] = own->peak[r];
         packed->inverse[r] = own->total_lost[r];
         packed->delta[r] = own->delta[r];
@@ -328,7 +344,8 @@ static inline int FMHA_NAME(is_lone)(const FMHA_NAME(backward) *w, const FMHA_NA
 }
 
 /* Whether own sums may take the place of a row's lse. */
-static inline int FMHA_NAME(is_owned)(const FMHA_NAME(backward) *w, REAL lse) { return lse - lse == 0 && !FMHA_NAME(of_a_part)(&w->run->p, lse); }
+static inline int FMHA_NAME(is_owned)(const FMHA_NAME(backward) *w, REAL lse) { return lse - lse == 0
+        && !FMHA_NAME(of_a_part)(&w->run->p, lse); }
 
 /* Whether they do at once; lone: whether the row's block is. */
 static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, int lone, REAL lse)
@@ -346,11 +363,13 @@ static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, cons
 static int FMHA_NAME(finite_block)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width)
 {
     int finite = 1;
-    for (ptrdiff_t r = 0; r < block->rows; r++) finite &= FMHA_NAME(finite_rows)(p->element, 1, width, FMHA_NAME(row_of)(p, x, block, r), 0);
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        finite &= FMHA_NAME(finite_rows)(p->element, 1, width, FMHA_NAME(row_of)(p, x, block, r), 0);
     return finite;
 }
 
-/* Whether a row of grad_out with the product delta with out, and an lse, is 0 throughout: then nothing that is finite gets a gradient by it. */
+/* Whether a row of grad_out with the product delta with out, and an lse, is 0 throughout: then nothing that is finite gets a
+ * gradient by it. */
 static inline int FMHA_NAME(is_idle)(const fmha_problem *p, const char *grad_out, REAL delta, REAL lse)
 {
     ptrdiff_t d = 0;
@@ -360,7 +379,8 @@ static inline int FMHA_NAME(is_idle)(const fmha_problem *p, const char *grad_out
 }
 
 /* The packed operands and the state of each row that is wanted, a bit each; known: from a pass over blocks before. */
-static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known, uint64_t wanted)
+static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known,
+                                     uint64_t wanted)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
@@ -416,15 +436,17 @@ static void FMHA_NAME(own_of_lone)(const FMHA_NAME(backward) *w, const FMHA_NAME
     FMHA_NAME(own) own;
     char chosen[BLOCK_ROWS];
     for (ptrdiff_t r = 0; r < block->rows; r++)     /* others than idle ones */
-        chosen[r] = packed->shift[r] != (REAL)INFINITY && FMHA_NAME(is_far)(w, 1, ((const REAL *)w->run->lse)[FMHA_NAME(row_at)(w->run, block, r)]);
+        chosen[r] = packed->shift[r] != (REAL)INFINITY && FMHA_NAME(is_far)(w, 1,
+                ((const REAL *)w->run->lse)[FMHA_NAME(row_at)(w->run, block, r)]);
     FMHA_NAME(begin_own)(&w->run->p, block, &own);
     FMHA_NAME(own_tile)(w, block, j, &own);
     FMHA_NAME(take_own)(w, block, packed, &own, chosen);
 }
 
-/* Of a block that has met all its keys, the rows whose P by lse do not add up to 1 within rounding, though lse is of no more keys than these.
- * Returns whether there are any. */
-static int FMHA_NAME(rows_apart)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, uint64_t wanted, char *apart)
+/* Of a block that has met all its keys, the rows whose P by lse do not add up to 1 within rounding, though lse is of no more
+ * keys than these. Returns whether there are any. */
+static int FMHA_NAME(rows_apart)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
+                                 uint64_t wanted, char *apart)
 {
     const fmha_run *run = w->run;
     const fmha_problem *p = &run->p;
@@ -453,7 +475,8 @@ static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, con
     return FMHA_NAME(rows_apart)(w, block, packed, wanted, apart) && FMHA_NAME(own_sums)(w, block, packed, apart);
 }
 
-/* The block's rows of x (q or grad_out), which meet n keys, as rows of whole vectors: where they lie if they are one head's, or copied. */
+/* The block's rows of x (q or grad_out), which meet n keys, as rows of whole vectors: where they lie if they are one head's, or
+ * copied. */
 static const REAL *FMHA_NAME(block_matrix)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t n,
                                            ptrdiff_t width, int finite, REAL *copy, ptrdiff_t *ld)
 {
@@ -542,8 +565,8 @@ INLINED void FMHA_NAME(gradient_columns)(const int vectors, const int masked, co
     for (int v = 0; v < vectors; v++) v_store(sums + v * LANES, sum[v]);
 }
 
-/* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width), of sums that are 0 where this is the first, which not banded is
- * multiplied by factor; banded: the spans alone, zeros where a vector of rows is not at work among others that are. */
+/* sums (keys, width) <- sums + a (keys, queries) @ x (queries, width), of sums that are 0 where this is the first, which not
+ * banded is multiplied by factor; banded: the spans alone, zeros where a vector of rows is not at work among others that are. */
 static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *a, const REAL *x, ptrdiff_t ldx,
                                     ptrdiff_t width, int first, REAL factor, REAL *sums)
 {
@@ -561,9 +584,9 @@ static void FMHA_NAME(product_keys)(const FMHA_NAME(rows) *block, int banded, pt
     }
 }
 
-/* sums (rows, width) <- sums + a (keys, queries)^T @ x (keys, width) of n keys from key j on, banded: of the spans alone. Each FMHA_SUM_KEYS
- * keys from key 0 on are a sum of their own, wherever a tile or an item begins. apart: each is wanted by itself, so many elements behind the
- * one before, whatever is there; or 0. Returns how many there are. */
+/* sums (rows, width) <- sums + a (keys, queries)^T @ x (keys, width) of n keys from key j on, banded: of the spans alone. Each
+ * FMHA_SUM_KEYS keys from key 0 on are a sum of their own, wherever a tile or an item begins. apart: each is wanted by itself,
+ * so many elements behind the one before, whatever is there; or 0. Returns how many there are. */
 static int FMHA_NAME(product_queries)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *a, const REAL *x,
                                       ptrdiff_t ldx, ptrdiff_t width, ptrdiff_t apart, REAL *sums)
 {
@@ -599,7 +622,8 @@ static void FMHA_NAME(add_probabilities)(ptrdiff_t rows, const REAL *sums, const
     }
 }
 
-/* The tile that backward_scores has left, of n keys from key j on: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or NULL. */
+/* The tile that backward_scores has left, of n keys from key j on: scores -> P^T, grad_scores -> dS^T. slope: of the softcap, or
+ * NULL. */
 static void FMHA_NAME(gradient_tile)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                      int banded, int masked, ptrdiff_t j, ptrdiff_t n, const REAL *slope)
 {
@@ -630,8 +654,8 @@ static void FMHA_NAME(gradient_tile)(FMHA_NAME(backward) *w, const FMHA_NAME(row
     }
 }
 
-/* The turns at sums of a head that is split, at a block's of grad_q or at a tile's of grad_k and grad_v: how many items have had theirs,
- * and the number of this one. */
+/* The turns at sums of a head that is split, at a block's of grad_q or at a tile's of grad_k and grad_v: how many items have had
+ * theirs, and the number of this one. */
 typedef struct {
     int *taken, number;
 } FMHA_NAME(turn);
@@ -655,7 +679,8 @@ static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
 }
 
 /* The turn at a block is over: before that, the sums of P that have waited for it are added. */
-static void FMHA_NAME(end_turn_of_block)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, const FMHA_NAME(turn) *turn)
+static void FMHA_NAME(end_turn_of_block)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block,
+                                         const FMHA_NAME(packed) *packed, const FMHA_NAME(turn) *turn)
 {
     for (int m = 0; m < w->waiting; m++) FMHA_NAME(add_probabilities)(block->queries, w->sums + m * BLOCK_ROWS, packed);
     w->waiting = 0;
@@ -672,8 +697,9 @@ static void FMHA_NAME(add_sums)(ptrdiff_t rows, ptrdiff_t width, int many, ptrdi
     }
 }
 
-/* Of keys low .. high of a tile, those are left out that an additive mask drowns beside keys that it leaves the rows, by their lse: P is 0 at
- * all of them. Of each row those at its ends, if the mask is 0 at the others, else the first and the last ones that are so for all rows. */
+/* Of keys low .. high of a tile, those are left out that an additive mask drowns beside keys that it leaves the rows, by their
+ * lse: P is 0 at all of them. Of each row those at its ends, if the mask is 0 at the others, else the first and the last ones
+ * that are so for all rows. */
 static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed, ptrdiff_t *low,
                                            ptrdiff_t *high)
 {
@@ -709,9 +735,9 @@ static void FMHA_NAME(leave_out_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(row
     *high -= behind;
 }
 
-/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the
- * latter two without the factor scale; grad_q at its turn. first: grad_k and grad_v count as 0, whatever is there. Returns whether grad_k
- * has been multiplied by `factor`, which only a first block may do. */
+/* One block of queries against n keys of a tile, from key j: adds to grad_v (n, Dv), grad_k (n, D), grad_q (rows, D), the latter
+ * two without the factor scale; grad_q at its turn. first: grad_k and grad_v count as 0, whatever is there. Returns whether
+ * grad_k has been multiplied by `factor`, which only a first block may do. */
 static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *packed,
                                      ptrdiff_t j, ptrdiff_t n, int first, REAL factor, REAL *grad_k, REAL *grad_v,
                                      REAL *grad_q, const FMHA_NAME(turn) *turn)

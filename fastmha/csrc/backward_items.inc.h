@@ -1,15 +1,16 @@
 /* The items of the "tiled" algorithm backward.
  *
- * Key tiles outside, query blocks inside, those of a long head in sections, one after the other. A head is one item (FMHA_WHOLE), or it is
- * split, with the same bits, where whole heads would leave threads idle: its blocks are prepared (FMHA_PREPARE), its tiles or parts of
- * these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the blocks write these (FMHA_RESULTS). Where these are
- * few for the threads, one and some of the blocks are an item (FMHA_SHARES): what each of these blocks gives to dK and dV is added to the
- * sums of the tile in turn, and kept until then. Nobody waits for an item that nobody works on: these are handed out in order. Blocks with rows
- * that want sums of their own say so with the results: then they get them (FMHA_MEND), and heads that have some start again (FMHA_RESTART). */
+ * Key tiles outside, query blocks inside, those of a long head in sections, one after the other. A head is one item
+ * (FMHA_WHOLE), or it is split, with the same bits, where whole heads would leave threads idle: its blocks are prepared
+ * (FMHA_PREPARE), its tiles or parts of these are items (FMHA_TURNS) that take turns at the sums of dQ of each block, and the
+ * blocks write these (FMHA_RESULTS). Where these are few for the threads, one and some of the blocks are an item (FMHA_SHARES):
+ * what each of these blocks gives to dK and dV is added to the sums of the tile in turn, and kept until then. Nobody waits for
+ * an item that nobody works on: these are handed out in order. Blocks with rows that want sums of their own say so with the
+ * results: then they get them (FMHA_MEND), and heads that have some start again (FMHA_RESTART). */
 
-/* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles have had
- * their turn at each block; whether rows have got own sums after all keys; of shares, which keys [from[n], to[n]) block n attends, how many have had their
- * turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width). */
+/* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles
+ * have had their turn at each block; whether rows have got own sums after all keys; of shares, which keys [from[n], to[n]) block
+ * n attends, how many have had their turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width). */
 typedef struct {
     FMHA_NAME(packed) packed;
     REAL *grad_q, *grad_k, *grad_v;
@@ -17,8 +18,8 @@ typedef struct {
     ptrdiff_t *from, *to;
 } FMHA_NAME(split_head);
 
-/* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are
- * `packed` and `grad_q`, the sums on matrix tiles, and of all of whose keys `grad_k` and `grad_v`, if other items or sections add to them,
+/* What an item works on: rows [item.i0, last_row) and keys [item.j0, last_key) of a head, of all of whose rows are `packed` and
+ * `grad_q`, the sums on matrix tiles, and of all of whose keys `grad_k` and `grad_v`, if other items or sections add to them,
  * too; of a head that is split, `split`. */
 typedef struct {
     FMHA_NAME(backward) w;
@@ -84,7 +85,8 @@ static void FMHA_NAME(begin_block)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *blo
 }
 
 /* Whether keys, or values, j .. j+n of those that rows may attend are finite. */
-static int FMHA_NAME(keys_finite)(const fmha_problem *p, const fmha_array *x, ptrdiff_t width, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t n)
+static int FMHA_NAME(keys_finite)(const fmha_problem *p, const fmha_array *x, ptrdiff_t width, ptrdiff_t b, ptrdiff_t hkv,
+                                  ptrdiff_t j, ptrdiff_t n)
 {
     ptrdiff_t low, high;
     fmha_valid_keys(p, b, &low, &high);
@@ -93,9 +95,10 @@ static int FMHA_NAME(keys_finite)(const fmha_problem *p, const fmha_array *x, pt
     return low >= high || FMHA_NAME(finite_rows)(p->stored, high - low, width, FMHA_NAME(stored_row)(p, x, b, hkv, low), x->stride[2]);
 }
 
-/* Rows of a block that get no weight, being empty or idle: where they fill a vector of rows and keys and values j .. j+n are finite, they attend
- * none. shift: infinite of such rows, and of those of `others`, a bit each. */
-static void FMHA_NAME(leave_out_rows)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const REAL *shift, uint64_t others, ptrdiff_t j, ptrdiff_t n)
+/* Rows of a block that get no weight, being empty or idle: where they fill a vector of rows and keys and values j .. j+n are
+ * finite, they attend none. shift: infinite of such rows, and of those of `others`, a bit each. */
+static void FMHA_NAME(leave_out_rows)(FMHA_NAME(gradients) *x, FMHA_NAME(rows) *block, const REAL *shift, uint64_t others,
+                                      ptrdiff_t j, ptrdiff_t n)
 {
     const fmha_problem *p = &x->w.run->p;
     int some = 0;
@@ -149,11 +152,13 @@ static void FMHA_NAME(mend_item)(FMHA_NAME(gradients) *x)
     __atomic_store_n(&x->w.run->apart[1], 1, __ATOMIC_RELAXED);
 }
 
-/* What the blocks of an item add to grad_k and grad_v of n keys (keys, width): the sums; and of a share how many of its blocks have sums
- * of their own in the scratch, which wait for its turn. ours: it has its turn; begun: something has been added, by this item or those
- * before it. */
+/* What the blocks of an item add to grad_k and grad_v of n keys (keys, width): the sums; and of a share how many of its blocks
+ * have sums of their own in the scratch, which wait for its turn. ours: it has its turn; begun: something has been added, by
+ * this item or those before it. */
 typedef struct {
     REAL *total_k, *total_v;
+    char *to_k, *to_v;          /* where they are wanted, */
+    int direct_k, direct_v;     /* and whether they are made there */
     ptrdiff_t n;
     int kept, ours, begun;
     FMHA_NAME(turn) turn;
@@ -171,8 +176,8 @@ static void FMHA_NAME(claim_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_s
     sums->ours = 1;
 }
 
-/* Where a block adds what it has for grad_k and grad_v: to the sums, or in a share whose turn is not yet to some that are kept. Returns
- * whether there is nothing yet. */
+/* Where a block adds what it has for grad_k and grad_v: to the sums, or in a share whose turn is not yet to some that are kept.
+ * Returns whether there is nothing yet. */
 static int FMHA_NAME(sums_of_block)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums, REAL **of_keys, REAL **of_values)
 {
     if (!sums->ours && FMHA_NAME(has_come)(&sums->turn)) FMHA_NAME(claim_sums)(x, sums);
@@ -189,8 +194,9 @@ static int FMHA_NAME(sums_of_block)(const FMHA_NAME(gradients) *x, FMHA_NAME(key
     return 1;
 }
 
-/* The item's turn, a share's, at the sums of keys j .. j+n: those before it that attend some of these have theirs first. last: none has its
- * turn later, so that it writes the sums. Returns whether it has one: it attends some, or is the last one where no share does. */
+/* The item's turn, a share's, at the sums of keys j .. j+n: those before it that attend some of these have theirs first. last:
+ * none has its turn later, so that it writes the sums. Returns whether it has one: it attends some, or is the last one where no
+ * share does. */
 static int FMHA_NAME(turn_of_share)(const FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, FMHA_NAME(turn) *turn, int *last)
 {
     const ptrdiff_t blocks = FMHA_NAME(head_rows)(&x->w.run->p) / BLOCK_ROWS, own = x->item.i0 / BLOCK_ROWS;
@@ -209,33 +215,69 @@ static int FMHA_NAME(turn_of_share)(const FMHA_NAME(gradients) *x, ptrdiff_t j, 
     return meets || *last;
 }
 
+/* The sums of keys j .. j+n as the item finds them: where they are wanted, if one block has all that is added, else in the
+ * scratch, or where all items or sections of the head see them. last: the item writes them. Returns whether it has work there. */
+static int FMHA_NAME(begin_sums)(const FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, FMHA_NAME(key_sums) *sums, int *last)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    REAL rest;
+    const int one = !x->matrix && !x->share && run->cut.rows <= BLOCK_ROWS && p->stored == FMHA_SAME;
+    *sums = (FMHA_NAME(key_sums)){
+        .to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j),
+        .to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j),
+        .direct_v = one && p->Dv == x->value_width && run->grad_v.stride[2] == p->Dv, .n = n, .ours = 1,
+    };
+    FMHA_NAME(folded_scale)(p, &rest);
+    sums->direct_k = one && p->D == x->width && run->grad_k.stride[2] == p->D && rest == 1;
+    sums->total_k = sums->direct_k ? (REAL *)sums->to_k : x->w.m.grad_k;
+    sums->total_v = sums->direct_v ? (REAL *)sums->to_v : x->w.m.grad_v;
+    *last = x->last_row == run->cut.rows;
+    if (x->grad_k) {
+        sums->total_k = x->grad_k + j * x->width;
+        sums->total_v = x->grad_v + j * x->value_width;
+        sums->begun = x->item.i0 > 0;
+    }
+    if (!x->share) return 1;
+    if (!FMHA_NAME(turn_of_share)(x, j, n, &sums->turn, last)) return 0;
+    sums->begun = sums->turn.number > 0;
+    sums->ours = 0;
+    return 1;
+}
+
+/* The item has added all that it has; multiplied: grad_k, where it is wanted, by the scale, too. */
+static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums, int multiplied, int last)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t n = sums->n;
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
+    if (!sums->ours) {
+        if (!FMHA_NAME(wait_for)(&sums->turn)) return;
+        FMHA_NAME(claim_sums)(x, sums);
+    }
+    if (!sums->begun) {
+        memset(sums->total_k, 0, (size_t)(n * x->width) * sizeof(REAL));
+        memset(sums->total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
+    }
+    FMHA_NAME(end_turn)(&sums->turn);
+    if (!last) return;
+    if (!(sums->direct_k && multiplied))
+        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
+    if (!sums->direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums->total_v, x->value_width, sums->to_v, run->grad_v.stride[2]);
+}
+
 /* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */
 static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
 {
     const fmha_run *run = x->w.run;
     const fmha_problem *p = &run->p;
     const ptrdiff_t summed = x->matrix ? TILE_KEYS : n;
-    char *to_k = FMHA_NAME(stored_row)(p, &run->grad_k, x->item.b, x->item.h, j);
-    char *to_v = FMHA_NAME(stored_row)(p, &run->grad_v, x->item.b, x->item.h, j);
-    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);      /* whose product may be too small for a REAL */
-    /* Sums of one block are where they are wanted at once. */
-    const int one = !x->matrix && !x->share && run->cut.rows <= BLOCK_ROWS && p->stored == FMHA_SAME;
-    const int direct_k = one && p->D == x->width && run->grad_k.stride[2] == p->D && rest == 1;
-    const int direct_v = one && p->Dv == x->value_width && run->grad_v.stride[2] == p->Dv;
-    FMHA_NAME(key_sums) sums = {
-        .total_k = direct_k ? (REAL *)to_k : x->w.m.grad_k, .total_v = direct_v ? (REAL *)to_v : x->w.m.grad_v, .n = n, .ours = 1,
-    };
-    int multiplied = 0, last = x->last_row == run->cut.rows;
-    if (x->grad_k) {
-        sums.total_k = x->grad_k + j * x->width;
-        sums.total_v = x->grad_v + j * x->value_width;
-        sums.begun = x->item.i0 > 0;
-    }
-    if (x->share) {
-        if (!FMHA_NAME(turn_of_share)(x, j, n, &sums.turn, &last)) return;
-        sums.begun = sums.turn.number > 0;
-        sums.ours = 0;
-    }
+    FMHA_NAME(key_sums) sums;
+    int multiplied = 0, last;
+    REAL rest;
+    const REAL factor = FMHA_NAME(folded_scale)(p, &rest);
+    if (!FMHA_NAME(begin_sums)(x, j, n, &sums, &last)) return;
 #if FMHA_TILES
     if (x->matrix) FMHA_NAME(gradient_chunk_at)(run, x->item.b, x->item.h, j / TILE_KEYS, &x->chunk);
 #endif
@@ -275,30 +317,20 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
             }
 #if FMHA_TILES
             if (x->matrix && ~wanted & ALL_ROWS >> (BLOCK_ROWS - block.rows))       /* not all are left to vectors */
-                FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys, of_values, x->grad_q + i0 * x->width,
+                FMHA_NAME(matrix_gradients)(run, &block, &x->chunk, &rows, &x->w.m, &x->tiles, j, low, high, of_keys,
+                                            of_values, x->grad_q + i0 * x->width,
                                             &turn);
 #endif
             of_keys += (low - j) * x->width;
             of_values += (low - j) * x->value_width;
             if (wanted)
-                multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes, direct_k ? factor : 1, of_keys, of_values,
+                multiplied = FMHA_NAME(tile_gradients)(&x->w, &block, &own, low, high - low, writes,
+                                                       sums.direct_k ? factor : 1, of_keys, of_values,
                                                        own.grad_q, &turn);
         }
         if (FMHA_NAME(wait_for)(&turn)) FMHA_NAME(end_turn_of_block)(&x->w, &block, &own, &turn);
     }
-    if (!sums.ours) {
-        if (!FMHA_NAME(wait_for)(&sums.turn)) return;
-        FMHA_NAME(claim_sums)(x, &sums);
-    }
-    if (!sums.begun) {
-        memset(sums.total_k, 0, (size_t)(n * x->width) * sizeof(REAL));
-        memset(sums.total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
-    }
-    FMHA_NAME(end_turn)(&sums.turn);
-    if (!last) return;
-    if (!(direct_k && multiplied))
-        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums.total_k, x->width, to_k, run->grad_k.stride[2]);
-    if (!direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums.total_v, x->value_width, to_v, run->grad_v.stride[2]);
+    FMHA_NAME(end_sums)(x, &sums, multiplied, last);
 }
 
 /* FMHA_WHOLE: all tiles and blocks; again, if rows have got sums of their own. */
@@ -368,7 +400,8 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
             state[FMHA_ROW_INVERSE] = by_vectors ? own.inverse[r] : 1;
             state[FMHA_ROW_DELTA] = by_vectors ? own.delta[r] : delta[r];
             /* only a sink sees the delta of an empty row, which is 0 whatever grad_out holds */
-            if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, x->item.b, h, i)) state[FMHA_ROW_DELTA] = 0;
+            if (p->sinks && state[FMHA_ROW_DELTA] - state[FMHA_ROW_DELTA] != 0 && FMHA_NAME(row_is_empty)(p, x->item.b, h,
+                    i)) state[FMHA_ROW_DELTA] = 0;
         }
     }
 }

@@ -15,11 +15,12 @@ int fmha_blas_threads_bound(void);
 int fmha_blas_enter(void);
 void fmha_blas_leave(int held);
 
-/* How many threads call BLAS at a time: SciPy's OpenBLAS has buffers for some 130, for this process's own calls, too, and crashes beyond. */
+/* How many threads call BLAS at a time: SciPy's OpenBLAS has buffers for some 130, for this process's own calls, too, and
+ * crashes beyond. */
 #define FMHA_MOST_IN_BLAS 64
 
-/* Around every item that calls BLAS, between enter and leave: a fork waits until none is under way (milliseconds, not a
- * whole run), because a child must not inherit a lock of the BLAS library's own; and where as many are under way as may be, an item
+/* Around every item that calls BLAS, between enter and leave: a fork waits until none is under way (milliseconds, not a whole
+ * run), because a child must not inherit a lock of the BLAS library's own; and where as many are under way as may be, an item
  * waits for one to end. */
 void fmha_blas_item_begin(void);
 void fmha_blas_item_end(void);

@@ -22,8 +22,8 @@ static inline REAL *FMHA_NAME(take)(REAL *memory, ptrdiff_t *used, ptrdiff_t n)
 #define BLOCK_LD (BLOCK_ROWS + PADDED_BLOCKS * LINE)    /* the most that `ld` of a block is */
 #define GRANULE (LANES < 8 ? 8 : LANES)     /* keys by which products follow the edge of a band */
 
-/* What a later item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out; forward, the out that it
- * writes, which waits for its lines as well. A part is runs of so many bytes, each a step behind the one before. */
+/* What a later item reads, to be fetched part by part: queries, keys, values, and backward grad_out and out; forward, the out
+ * that it writes, which waits for its lines as well. A part is runs of so many bytes, each a step behind the one before. */
 typedef struct {
     const char *at;
     ptrdiff_t runs, step, bytes;
@@ -33,20 +33,22 @@ typedef struct {
     FMHA_NAME(part) part[5];
 } FMHA_NAME(next);
 
-/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors, ld how far apart
- * rows of so many lie there. */
+/* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors, ld how far
+ * apart rows of so many lie there. */
 typedef struct {
     ptrdiff_t b, hkv, rows, queries, ld, width, value_width;    /* widths in whole vectors */
     ptrdiff_t j0, j1;                   /* keys that any row attends, */
     ptrdiff_t met0, met1;               /* and those that masks aside it would */
     int boolean, additive;              /* whether masks say more than the keys of each row below */
-    ptrdiff_t common0, common1;         /* keys that no causality, window or length, nor what mask_rows made of masks, removes from any row */
+    /* keys that no causality, window or length, nor what mask_rows made of masks, removes from any row */
+    ptrdiff_t common0, common1;
     ptrdiff_t head[BLOCK_ROWS], query[BLOCK_ROWS];
     ptrdiff_t row0[BLOCK_ROWS], row1[BLOCK_ROWS];           /* keys of each row */
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
-    FMHA_NAME(few) few;                 /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
+    /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
+    FMHA_NAME(few) few;
     int written;                        /* the results of all rows: by a product that was the first and the last */
     FMHA_NAME(results) results;
     int lifted;                         /* scores are products times a lift of the rows */
@@ -55,8 +57,8 @@ typedef struct {
     FMHA_NAME(next) *next;              /* or NULL */
 } FMHA_NAME(rows);
 
-/* What a band and lengths leave the rows of a block, if these are of one head; else returns 0. Both ends grow with the row: those of several
- * rows are the ends of the first and of the last one that has keys, and these rows follow one another. */
+/* What a band and lengths leave the rows of a block, if these are of one head; else returns 0. Both ends grow with the row:
+ * those of several rows are the ends of the first and of the last one that has keys, and these rows follow one another. */
 static int FMHA_NAME(band_rows)(const fmha_problem *p, FMHA_NAME(rows) *block)
 {
     const ptrdiff_t rows = block->rows, last = rows - 1;
@@ -216,8 +218,8 @@ static int FMHA_NAME(next_run)(const FMHA_NAME(rows) *block, ptrdiff_t n, ptrdif
 }
 
 #if HAVE_TRANSPOSE
-/* A square of LANES rows and items, or of what there is of `rows` and `items`, each row `at` bytes on. The same of the rows that come after
- * these, `ahead` bytes on, are fetched: no CPU guesses so many streams, each as short as a row. */
+/* A square of LANES rows and items, or of what there is of `rows` and `items`, each row `at` bytes on. The same of the rows that
+ * come after these, `ahead` bytes on, are fetched: no CPU guesses so many streams, each as short as a row. */
 INLINED void FMHA_NAME(pack_square)(const int sized, const int type, const int whole, ptrdiff_t rows, ptrdiff_t items,
                                     const char *const *row, ptrdiff_t at, ptrdiff_t ahead, REAL factor, VEC *squares, REAL *to,
                                     ptrdiff_t ld)
@@ -279,7 +281,8 @@ INLINED REAL FMHA_NAME(transposed)(const int sized, const int type, const FMHA_N
      : FMHA_NAME(transposed)(sized, FMHA_BFLOAT, block, x, width, factor, packed))
 
 /* Or, where few_scores serves, not transposed. */
-static REAL FMHA_NAME(few_rows_of)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width, REAL factor, REAL *packed)
+static REAL FMHA_NAME(few_rows_of)(const fmha_problem *p, const FMHA_NAME(rows) *block, const fmha_array *x, ptrdiff_t width,
+                                   REAL factor, REAL *packed)
 {
     VEC squares = v_splat(0);
     for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -319,9 +322,9 @@ static REAL FMHA_NAME(row_lift)(int type, ptrdiff_t D, const char *q, REAL facto
     return (REAL)ldexp(1, exponent < ilogb((double)HUGE_POWER) ? exponent : ilogb((double)HUGE_POWER));
 }
 
-/* packed^T (D, queries), or of few rows packed (rows, D in whole vectors), <- scale * q / lift, where the lift of row r, a power of 2, is what
- * its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns 0 only where all lifts are 1
- * and q is finite. */
+/* packed^T (D, queries), or of few rows packed (rows, D in whole vectors), <- scale * q / lift, where the lift of row r, a power
+ * of 2, is what its scores must be multiplied by. Every row has its own, so that none depends on its company. Returns 0 only
+ * where all lifts are 1 and q is finite. */
 static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) *block, REAL *packed, REAL *lift)
 {
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
@@ -344,8 +347,8 @@ static int FMHA_NAME(pack_queries)(const fmha_problem *p, const FMHA_NAME(rows) 
     return 1;
 }
 
-/* Whether rows so far apart, as those of a head among many are, share few sets of the caches, and are better copied where a product reads them
- * time and again: for every few of so many other rows. */
+/* Whether rows so far apart, as those of a head among many are, share few sets of the caches, and are better copied where a
+ * product reads them time and again: for every few of so many other rows. */
 static inline int FMHA_NAME(crowded)(ptrdiff_t stride, ptrdiff_t width, ptrdiff_t others)
 {
     return stride % (CROWDED_BYTES / (ptrdiff_t)sizeof(REAL)) == 0 && others >= CROWDED_ROWS && width < stride;
@@ -384,15 +387,15 @@ static inline int FMHA_NAME(values_far)(const fmha_problem *p)
     return p->stored == FMHA_SAME && p->B * p->Hkv * p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) >= VALUES_FAR;
 }
 
-/* The distance of the rows of keys or values as a product is to fetch them beside itself: a block of few rows takes no longer than memory needs,
- * and memory is fastest at lines that follow each other. */
+/* The distance of the rows of keys or values as a product is to fetch them beside itself: a block of few rows takes no longer
+ * than memory needs, and memory is fastest at lines that follow each other. */
 static inline ptrdiff_t FMHA_NAME(beside_by)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t ld)
 {
     return block->rows <= BESIDE_ROWS && p->D == p->Dv && ld == p->D ? FMHA_IN_A_ROW : ld * (ptrdiff_t)sizeof(REAL);
 }
 
-/* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. Beside rows of x those are fetched,
- * ld_beside bytes apart, unless that is NULL. */
+/* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. Beside rows of x those are
+ * fetched, ld_beside bytes apart, unless that is NULL. */
 static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
                                       const REAL *packed, REAL *s, const char *beside, ptrdiff_t ld_beside)
 {
@@ -425,9 +428,10 @@ static inline void FMHA_NAME(set_control)(const fmha_problem *p)
     FMHA_NAME(begin_item)(p);
 }
 
-/* scores^T (keys, queries) <- lift * (k (keys, D) @ packed^T (D, queries)); lift NULL: 1. With a row as large as LARGE_POWER, keys
- * below the smallest normal number count. */
-static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, const REAL *keys, ptrdiff_t ld,
+/* scores^T (keys, queries) <- lift * (k (keys, D) @ packed^T (D, queries)); lift NULL: 1. With a row as large as LARGE_POWER,
+ * keys below the smallest normal number count. */
+static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t n,
+                                          const REAL *keys, ptrdiff_t ld,
                                           const REAL *packed, const REAL *lift, REAL *s)
 {
     if (lift) fmha_keep_subnormal_operands();
@@ -443,8 +447,8 @@ static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME
     }
 }
 
-/* Whether row r of the block may not attend key j; factor: what the pair has in the product, 0 if it is removed, but not only then
- * (and anything where a band leaves it out of the tile's work). */
+/* Whether row r of the block may not attend key j; factor: what the pair has in the product, 0 if it is removed, but not only
+ * then (and anything where a band leaves it out of the tile's work). */
 static inline int FMHA_NAME(pair_removed)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t r, ptrdiff_t j, REAL factor)
 {
     if (j < block->row0[r] || j >= block->row1[r]) return 1;
@@ -499,9 +503,9 @@ static inline FMHA_NAME(part) FMHA_NAME(part_of)(const int type, const fmha_arra
     return (FMHA_NAME(part)){at, 1, 0, heads * rows * bytes};
 }
 
-/* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more, a thread
- * at work on item `index` fetches an item that it will take, the next or a later one, see NEXT_BYTES. Returns `next`, or NULL where nothing
- * is. */
+/* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more,
+ * a thread at work on item `index` fetches an item that it will take, the next or a later one, see NEXT_BYTES. Returns `next`,
+ * or NULL where nothing is. */
 static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index, ptrdiff_t near, ptrdiff_t far, int backward,
                                            FMHA_NAME(next) *next)
 {

@@ -1,8 +1,9 @@
-/* How the blocks of a forward pass of "tiled" are best cut for so many threads: each way is simulated, and the one that ends first taken.
+/* How the blocks of a forward pass of "tiled" are best cut for so many threads: each way is simulated, and the one that ends
+ * first taken.
  *
- * Times are in pairs of a query and a key. The longest items come first: blocks with all their keys, then blocks in runs of their keys, at last
- * some in fewer rows, by which the threads come to an end together. What is cut costs more, so no more is than must be. What an item has to do is
- * judged by a few of its rows. */
+ * Times are in pairs of a query and a key. The longest items come first: blocks with all their keys, then blocks in runs of
+ * their keys, at last some in fewer rows, by which the threads come to an end together. What is cut costs more, so no more is
+ * than must be. What an item has to do is judged by a few of its rows. */
 #include "fastmha.h"
 #include "makespan.h"
 
@@ -72,7 +73,8 @@ static double pairs_of(const fmha_problem *p, const fmha_item *item)
 /* The runs [*first, *end) of keys that a block may attend. */
 static void runs_of(const fmha_problem *p, const fmha_item *block, ptrdiff_t *first, ptrdiff_t *end)
 {
-    const ptrdiff_t row = block->i0 % p->Lq, rows = row + block->rows > p->Lq ? p->Lq : block->rows;    /* of several heads: as if of all rows */
+    /* of several heads: as if of all rows */
+    const ptrdiff_t row = block->i0 % p->Lq, rows = row + block->rows > p->Lq ? p->Lq : block->rows;
     ptrdiff_t j0, j1;
     fmha_block_keys(p, block->b, rows == p->Lq ? 0 : row, rows, &j0, &j1);
     *first = j0 / FMHA_RUN_KEYS;
@@ -120,8 +122,8 @@ static void left_behind(schedule *s, const fmha_item *block, ptrdiff_t runs)
     s->merges += runs ? fmha_parts(block->rows, LEAST_ROWS) : 0;
 }
 
-/* Blocks from the `first` on become items, each with all its keys or, where it attends several runs and `runs` says so, with a run each, and
- * with the first in any case, with which merging begins. Returns 0 where there is no memory for them. */
+/* Blocks from the `first` on become items, each with all its keys or, where it attends several runs and `runs` says so, with a
+ * run each, and with the first in any case, with which merging begins. Returns 0 where there is no memory for them. */
 static int cut_keys(schedule *s, ptrdiff_t first, int runs)
 {
     const fmha_problem *p = s->p;
@@ -186,7 +188,8 @@ static int cut_rows(schedule *s, ptrdiff_t fine, ptrdiff_t rows)
     return 1;
 }
 
-/* Hands out the first blocks, whole, to `ahead`. Where a limit is given, up to the first that would end beyond it; returns how many. */
+/* Hands out the first blocks, whole, to `ahead`. Where a limit is given, up to the first that would end beyond it; returns how
+ * many. */
 static ptrdiff_t hand_out(schedule *s, ptrdiff_t blocks, double limit)
 {
     const fmha_item first = fmha_item_of(&s->cut, 0);
@@ -227,13 +230,14 @@ static double work_of(const priced_item *items, ptrdiff_t many)
     return work;
 }
 
-/* Whether the items at hand, the last of which become pieces of fewer rows, behind so many whole blocks, end before the best way so far; these
- * are the best then. */
+/* Whether the items at hand, the last of which become pieces of fewer rows, behind so many whole blocks, end before the best way
+ * so far; these are the best then. */
 static void try_way(schedule *s, ptrdiff_t whole, int runs, ptrdiff_t rows, ptrdiff_t fine)
 {
     const ptrdiff_t others = s->cut_blocks.many - fine;
     const double items = (double)(others + fine * (FMHA_BLOCK_ROWS / rows));
-    const double merging = s->merges ? s->merging / (double)s->merges * (double)fmha_parts(s->merges, s->threads) : 0, limit = s->least - merging;
+    const double merging = s->merges ? s->merging / (double)s->merges * (double)fmha_parts(s->merges, s->threads) : 0,
+            limit = s->least - merging;
     if (EVEN * s->least <= s->even) return;
     if (items > s->left) {
         s->left_out = 1;

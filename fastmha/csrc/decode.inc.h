@@ -1,11 +1,13 @@
-/* The "decode" algorithm: few query rows, many keys. Memory speed is the limit, so each element of k and v is read once
- * for all rows of the group: from memory a row of keys and a row of values in turns, two streams of which the next rows are fetched ahead.
- * Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their order. */
+/* The "decode" algorithm: few query rows, many keys. Memory speed is the limit, so each element of k and v is read once for all
+ * rows of the group: from memory a row of keys and a row of values in turns, two streams of which the next rows are fetched
+ * ahead. Keys are split in chunks of a fixed size; each leaves a partial softmax (peak, total, weighted values), merged in their
+ * order. */
 
-/* Whether keys and values come from memory, and are read in turns; how many bytes ahead of what is read is fetched, of each stream, 0 where
- * the second cache holds them all; from memory also how many cache lines a row of each has; and how many vectors, where each of these is to
- * be read by an instruction of its own, else 0. close: all of that goes into the first cache, row after row. CPUs that fetch far ahead by
- * themselves do so best where their second cache is asked for each line once, in order. */
+/* Whether keys and values come from memory, and are read in turns; how many bytes ahead of what is read is fetched, of each
+ * stream, 0 where the second cache holds them all; from memory also how many cache lines a row of each has; and how many
+ * vectors, where each of these is to be read by an instruction of its own, else 0. close: all of that goes into the first cache,
+ * row after row. CPUs that fetch far ahead by themselves do so best where their second cache is asked for each line once, in
+ * order. */
 typedef struct {
     int turns, vectors, close;
     ptrdiff_t k, v, k_lines, v_lines;
@@ -15,8 +17,9 @@ typedef struct {
 /* Keys and values of types that are computed with often; of the others neither turns nor sums of many widths pay for their code. */
 #define DECODE_USUAL(type) ((type) == FMHA_SAME || (FMHA_REAL == 32 && (type) != FMHA_OTHER))
 
-/* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside; where
- * there are many registers, of a single row all those that are left. Of values alone, where there is no room for scores: DECODE_ALONE. */
+/* What `many` rows are summed with at a time: as many vectors of values as the registers hold, and leave room for scores beside;
+ * where there are many registers, of a single row all those that are left. Of values alone, where there is no room for scores:
+ * DECODE_ALONE. */
 #define DECODE_ALL(type, many) (DECODE_SUMMED >= 16 && (many) == 1 && DECODE_USUAL(type))
 #define DECODE_ALONE_VECTORS(type, many, vectors) \
     ((many) > 2 && DECODE_ALONE > DECODE_SUMMED && (vectors) >= DECODE_ALONE / (many) ? DECODE_ALONE / (many) : DECODE_VECTORS(type, many, vectors))
@@ -57,9 +60,9 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t
     };
 }
 
-/* Scratch of one thread: q scaled (rows, width), scores of a block of keys and of the block after it (rows, keys), of which `ready`
- * are computed, of each row what its sums shrink by and the lift of its scores; values (keys, value width) where they must be
- * copied, and where they must be converted. */
+/* Scratch of one thread: q scaled (rows, width), scores of a block of keys and of the block after it (rows, keys), of which
+ * `ready` are computed, of each row what its sums shrink by and the lift of its scores; values (keys, value width) where they
+ * must be copied, and where they must be converted. */
 typedef struct {
     REAL *q, *scores, *after, *shrink, *lift, *copy, *converted;
     ptrdiff_t ready;
@@ -118,8 +121,8 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
     return chunk;
 }
 
-/* total[r * nv + i] <- total[r * nv + i] + weights[r] * vector i of a row of values, the last of which has `last` items; what lies
- * v_ahead further on is fetched, unless that is 0, into the first cache where it is `near`. */
+/* total[r * nv + i] <- total[r * nv + i] + weights[r] * vector i of a row of values, the last of which has `last` items; what
+ * lies v_ahead further on is fetched, unless that is 0, into the first cache where it is `near`. */
 INLINED void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near, ptrdiff_t last, const REAL *weights,
                                    const char *v, const ptrdiff_t v_ahead, VEC *total)
 {
@@ -169,9 +172,9 @@ INLINED void FMHA_NAME(no_totals)(const int many, const int nv, VEC *total)
 /* Items of the last of nv vectors of so many columns. */
 #define DECODE_LAST(nv, columns) ((columns) < (nv) * LANES ? (columns) - ((nv) - 1) * LANES : LANES)
 
-/* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys, columns):
- * key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. What is asked at each key costs about
- * as much as its sums: each way of fetching has a loop. */
+/* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys,
+ * columns): key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. What is asked at
+ * each key costs about as much as its sums: each way of fetching has a loop. */
 INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near, const ptrdiff_t keys,
                                   const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out,
                                   const ptrdiff_t ldo, const REAL *shrink)
@@ -212,8 +215,8 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
     }
 }
 
-/* Both of DECODE_STEP keys, with the same bits, the values of earlier keys: a row of keys and a row of values in turns, two streams that
- * memory delivers faster than all keys and then all values. */
+/* Both of DECODE_STEP keys, with the same bits, the values of earlier keys: a row of keys and a row of values in turns, two
+ * streams that memory delivers faster than all keys and then all values. */
 INLINED void FMHA_NAME(turns_of)(const int type, const int many, const int nv, const ptrdiff_t D, const ptrdiff_t columns, const REAL *q,
                                  const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
                                  const REAL *shrink)
@@ -261,9 +264,9 @@ INLINED void FMHA_NAME(turns_of)(const int type, const int many, const int nv, c
     FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
 }
 
-/* The same, two or four keys side by side and then their values, so that a row of queries is read once for all of them. One row of keys and
- * one of values at a time are fetched, into the first cache, at as many places of that work: memory delivers most where it is asked evenly,
- * and for whole rows. */
+/* The same, two or four keys side by side and then their values, so that a row of queries is read once for all of them. One row
+ * of keys and one of values at a time are fetched, into the first cache, at as many places of that work: memory delivers most
+ * where it is asked evenly, and for whole rows. */
 INLINED void FMHA_NAME(abreast_of)(const int many, const int abreast, const ptrdiff_t D, const ptrdiff_t columns, const REAL *q,
                                    const FMHA_NAME(streams) *from, REAL *scores, const REAL *weights, REAL *out, const ptrdiff_t ldo,
                                    const REAL *shrink)
@@ -330,11 +333,11 @@ SIDE_BY_SIDE(1, 4) SIDE_BY_SIDE(2, 4) SIDE_BY_SIDE(3, 4) SIDE_BY_SIDE(4, 4)
 
 enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
 
-/* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the registers
- * do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit, from three rows on (of
- * several passes the scores of 4 rows and 4 vectors alone), and where vectors_along says so: else they are slower from memory. Of several
- * passes, each takes a step of scores and then one of values: memory is waited for less than the arithmetic. Where rows go into the first
- * cache, abreast_of has the turns of a single pass. */
+/* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the
+ * registers do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit,
+ * from three rows on (of several passes the scores of 4 rows and 4 vectors alone), and where vectors_along says so: else they
+ * are slower from memory. Of several passes, each takes a step of scores and then one of values: memory is waited for less than
+ * the arithmetic. Where rows go into the first cache, abreast_of has the turns of a single pass. */
 INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int many, const ptrdiff_t keys, const ptrdiff_t D,
                                     const ptrdiff_t Dv, const REAL *q, const FMHA_NAME(streams) *first, REAL *scores, const REAL *weights,
                                     REAL *out, const REAL *shrink, int several)
@@ -362,7 +365,8 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
         return;
     }
     for (ptrdiff_t done = 0, nv; done < vectors; done += nv, from.v += nv * LANES * size, from.then = NULL) {
-        nv = what == FMHA_NAME(in_turns) && done == 0 && !several ? DECODE_VECTORS(type, many, vectors) : DECODE_ALONE_VECTORS(type, many, vectors - done);
+        nv = what == FMHA_NAME(in_turns) && done == 0 && !several ? DECODE_VECTORS(type, many,
+                vectors) : DECODE_ALONE_VECTORS(type, many, vectors - done);
         if (done > 0 && from.whole) from.fetched = 0;       /* they are, by the first of these */
         if (done == 0 && nv < vectors && type == FMHA_SAME && from.close) from.whole = fmha_parts(Dv * size, FMHA_CACHE_LINE);
 #define PASS(n) \
@@ -387,7 +391,8 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
     }
 }
 
-/* Each kind of pass is a function of its own: in one of all the compiler would keep in memory what the inner loops need, and take minutes. */
+/* Each kind of pass is a function of its own: in one of all the compiler would keep in memory what the inner loops need, and
+ * take minutes. */
 #define PASS_TAKES ptrdiff_t keys, ptrdiff_t D, ptrdiff_t Dv, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores, \
     const REAL *weights, REAL *out, const REAL *shrink, int several
 typedef void (*FMHA_NAME(pass))(PASS_TAKES);
@@ -419,8 +424,9 @@ static const FMHA_NAME(pass) FMHA_NAME(passes)[3][4][DECODE_TOGETHER] = {       
 #undef PASS
 #undef PASS_TAKES
 
-/* The same of any number of rows, DECODE_TOGETHER at a time, then those that are left: of several, and in turns, a step of keys after
- * the other, so that the first cache still has it for the next rows. `fetched`: the values are there already. */
+/* The same of any number of rows, DECODE_TOGETHER at a time, then those that are left: of several, and in turns, a step of keys
+ * after the other, so that the first cache still has it for the next rows. `fetched`: the values are there already. Of operands
+ * that a pass does not touch the places are counted all the same: they are others that are as large. */
 static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, int fetched,
                                      ptrdiff_t keys, const REAL *q, const char *k, REAL *scores, const REAL *weights, const char *v,
                                      ptrdiff_t ldv, REAL *out, const REAL *shrink)
@@ -447,7 +453,8 @@ static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, 
         for (ptrdiff_t r = 0, many; r < rows; r += many) {
             many = rows - r < DECODE_TOGETHER ? rows - r : DECODE_TOGETHER;
             from.fetched = from.first < 4 ? share : 0;
-            FMHA_NAME(passes)[what][type][many - 1](n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j, weights + r * DECODE_KEYS + j,
+            FMHA_NAME(passes)[what][type][many - 1](n, D, Dv, q + r * width, &from, scores + r * DECODE_KEYS + j,
+                                                    weights + r * DECODE_KEYS + j,
                                                     out + r * ldo, shrink ? shrink + r : NULL, several);
             from.first += share;
             from.v_lines = 0;
@@ -461,7 +468,8 @@ static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, 
 static void FMHA_NAME(decode_scores)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys, const REAL *q,
                                      const char *k, const char *v, REAL *scores)
 {
-    FMHA_NAME(decode_passes)(p->stored, FMHA_NAME(scores_alone), p, ahead, rows, 0, keys, q, k, scores, scores, v, p->v.stride[2], scores, NULL);
+    FMHA_NAME(decode_passes)(p->stored, FMHA_NAME(scores_alone), p, ahead, rows, 0, keys, q, k, scores, scores, v,
+                             p->v.stride[2], scores, NULL);
 }
 
 /* out (rows, Dv) <- shrink * out + weights (rows, keys) @ v (keys, Dv), v of `type` and rows ldv apart. */
@@ -480,20 +488,74 @@ static void FMHA_NAME(decode_turns)(const fmha_problem *p, const FMHA_NAME(ahead
                              shrink);
 }
 
-/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums are finite:
- * then it is to be done again with care. purpose: 0, careful or raised.
- * m->ready: of how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`. */
+/* scores (rows, DECODE_KEYS) of n keys from key j on -> probabilities beside the peaks so far, with masks and dropout in them;
+ * peak and total of each row are kept up to date, shrink is what its sums are multiplied by. Returns whether something may be
+ * removed. */
+static int FMHA_NAME(decode_softmax)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t n, REAL *scores,
+                                     const FMHA_NAME(chunk) *result, REAL *shrink)
+{
+    const ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq;
+    REAL *peak = result->peak, *total = result->total;
+    int touched = p->bool_mask.data || p->additive_mask.data;
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        REAL *s = scores + r * DECODE_KEYS;
+        fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j, .cols = n};
+        ptrdiff_t low, high;
+        FMHA_NAME(row_range)(p, &block, block.i0, &low, &high);
+        touched |= low > 0 || high < n;
+        FMHA_NAME(mask_row)(p, &block, block.i0, j + low, j + high, s + low);
+        FMHA_NAME(fill)(low, s, NEGATIVE_INFINITY);
+        FMHA_NAME(fill)(n - high, s + high, NEGATIVE_INFINITY);
+        VEC best = v_splat(peak[r]);
+        for (ptrdiff_t e = 0; e < n; e += LANES) {
+            VEC score = v_load_n(s + e, n - e, NEGATIVE_INFINITY);
+            best = v_max(score, best);
+        }
+        REAL now = FMHA_NAME(largest)(best), shift = now == NEGATIVE_INFINITY ? 0 : now;
+        shrink[r] = peak[r] == NEGATIVE_INFINITY ? 0 : v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
+        total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
+        peak[r] = now;
+        FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
+    }
+    return touched;
+}
+
+/* out (rows, Dv) <- shrink * out + weights @ v, of keys e .. n behind key j whose values must be converted, copied or raised, a
+ * step at a time. careful: without what is not finite, which allowed pairs add; shrink NULL: 1. */
+static void FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t e,
+                                           ptrdiff_t n, int careful,
+                                           int raised, const FMHA_NAME(decode_memory) *m, REAL *weights, REAL *out, const REAL *shrink)
+{
+    const ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
+    for (; e < n; e += DECODE_STEP) {
+        const ptrdiff_t part = n - e < DECODE_STEP ? n - e : DECODE_STEP;
+        ptrdiff_t ld = value_width, ldv;
+        const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv), *values = m->copy;
+        if (raised) FMHA_NAME(lift_rows)(part, p->Dv, v, ldv, m->copy, ld);
+        else values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !careful, 0, m->copy, &ld);
+        FMHA_NAME(decode_values)(FMHA_SAME, p, &m->ahead, rows, part, weights + e, (const char *)values, ld, out, e ? NULL : shrink);
+        for (ptrdiff_t r = 0; careful && r < rows; r++) {
+            fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
+                                .ld = DECODE_KEYS};
+            FMHA_NAME(add_nonfinite)(p, &block, 0, 1, weights + r * DECODE_KEYS + e, v, ldv, p->Dv, out + r * value_width, value_width);
+        }
+    }
+}
+
+/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums
+ * are finite: then it is to be done again with care. purpose: 0, careful or raised. m->ready: of how many keys m->scores holds
+ * the scores already; on return, of those after the chunk, up to `end`. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
     const fmha_problem *p = &run->p;
-    ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES), ld;
-    REAL *q = m->q, *shrink = m->shrink, *peak = result->peak, *total = result->total, *out = result->sums;
+    const ptrdiff_t rows = p->H / p->Hkv * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
+    REAL *q = m->q, *shrink = m->shrink, *out = result->sums;
     const int careful = purpose == FMHA_NAME(careful), raised = purpose == FMHA_NAME(raised);
     int partly = 0;
     for (ptrdiff_t r = 0; r < rows; r++) {
-        peak[r] = NEGATIVE_INFINITY;
-        total[r] = 0;
+        result->peak[r] = NEGATIVE_INFINITY;
+        result->total[r] = 0;
     }
     memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
@@ -509,27 +571,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         FMHA_NAME(fetch_part)(m->next, 1);
         if (lift) FMHA_NAME(set_control)(p);
         for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
-        int touched = p->bool_mask.data || p->additive_mask.data;
-        for (ptrdiff_t r = 0; r < rows; r++) {
-            REAL *s = scores + r * DECODE_KEYS;
-            fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j, .cols = n};
-            ptrdiff_t low, high;
-            FMHA_NAME(row_range)(p, &block, block.i0, &low, &high);
-            touched |= low > 0 || high < n;
-            FMHA_NAME(mask_row)(p, &block, block.i0, j + low, j + high, s + low);
-            FMHA_NAME(fill)(low, s, NEGATIVE_INFINITY);
-            FMHA_NAME(fill)(n - high, s + high, NEGATIVE_INFINITY);
-            VEC best = v_splat(peak[r]);
-            for (ptrdiff_t e = 0; e < n; e += LANES) {
-                VEC score = v_load_n(s + e, n - e, NEGATIVE_INFINITY);
-                best = v_max(score, best);
-            }
-            REAL now = FMHA_NAME(largest)(best), shift = now == NEGATIVE_INFINITY ? 0 : now;
-            shrink[r] = peak[r] == NEGATIVE_INFINITY ? 0 : v_lane(FMHA_NAME(exp)(v_splat(peak[r] - shift)), 0);
-            total[r] = total[r] * shrink[r] + FMHA_NAME(exp_row)(n, s, shift, s);
-            peak[r] = now;
-            FMHA_NAME(drop_row)(p, b, block.h, block.i0, j, n, s);
-        }
+        const int touched = FMHA_NAME(decode_softmax)(p, b, hkv, j, n, scores, result, shrink);
         partly |= touched;
         FMHA_NAME(fetch_part)(m->next, 2);
         FMHA_NAME(fetch_part)(m->next, 3);
@@ -547,21 +589,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             m->ahead.then = NULL;
             e = n;
         }
-        for (; e < n; e += DECODE_STEP) {
-            const ptrdiff_t part = n - e < DECODE_STEP ? n - e : DECODE_STEP;
-            ptrdiff_t ldv;
-            const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv);
-            const REAL *values = m->copy;
-            ld = value_width;
-            if (raised) FMHA_NAME(lift_rows)(part, p->Dv, v, ldv, m->copy, ld);
-            else values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !(careful && touched), 0, m->copy, &ld);
-            FMHA_NAME(decode_values)(FMHA_SAME, p, &m->ahead, rows, part, scores + e, (const char *)values, ld, out, e ? NULL : shrink);
-            for (ptrdiff_t r = 0; careful && touched && r < rows; r++) {
-                fmha_block block = {.b = b, .h = hkv * group + r / p->Lq, .i0 = r % p->Lq, .rows = 1, .j0 = j + e, .cols = part,
-                                    .ld = DECODE_KEYS};
-                FMHA_NAME(add_nonfinite)(p, &block, 0, 1, scores + r * DECODE_KEYS + e, v, ldv, p->Dv, out + r * value_width, value_width);
-            }
-        }
+        if (e < n) FMHA_NAME(decode_values_apart)(p, b, hkv, j, e, n, careful && touched, raised, m, scores, out, shrink);
         m->scores = after;
         m->after = scores;
     }
@@ -633,7 +661,8 @@ static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *b
     }
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(tiny >> r & 1)) continue;
-        const REAL sink = FMHA_NAME(sink)(p, block->head[r]), most = sink > peak[r] ? sink : peak[r], mine = FMHA_NAME(exp_of)(peak[r] - most);
+        const REAL sink = FMHA_NAME(sink)(p, block->head[r]), most = sink > peak[r] ? sink : peak[r],
+                mine = FMHA_NAME(exp_of)(peak[r] - most);
         for (ptrdiff_t d = r * value_width; p->sinks && d < (r + 1) * value_width; d += LANES) v_store(out + d, v_load(out + d) * mine);
         if (p->sinks) total[r] = total[r] * mine + FMHA_NAME(exp_of)(sink - most);
         FMHA_NAME(lower_row)(p->Dv, out + r * value_width, total + r, FMHA_NAME(out_row)(run, block, r, memory));
@@ -696,7 +725,8 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *sc
         FMHA_NAME(divide_row)(p->Dv, out, total);
         finite &= FMHA_NAME(all_finite)(1, p->Dv, out, p->Dv);
         if (FMHA_NAME(tiny_row)(p->Dv, out) && total != 0) tiny |= (uint64_t)1 << r;
-        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i] = total == 0 ? NEGATIVE_INFINITY : total == total ? shift + REAL_LOG(total) : (REAL)NAN;
+        if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i]
+                = total == 0 ? NEGATIVE_INFINITY : total == total ? shift + REAL_LOG(total) : (REAL)NAN;
     }
     if (!finite || tiny) {
         FMHA_NAME(rows) block;
@@ -713,17 +743,18 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *sc
     FMHA_NAME(round_rows)(run, b, hkv, 0, rows, memory.result, ALL_ROWS);
 }
 
-/* Whether heads have one row on few keys of which nothing is removed, and it is the result of a softmax alone; longer ones come from memory
- * faster the other way. */
+/* Whether heads have one row on few keys of which nothing is removed, and it is the result of a softmax alone; longer ones come
+ * from memory faster the other way. */
 static inline int FMHA_NAME(few_keys)(const fmha_problem *p, ptrdiff_t rows, int turns)
 {
     if (rows != 1 || p->Lk == 0 || p->Lk > DECODE_FEW || !FMHA_NAME(plain_rows)(p) || p->banded || p->key_start || p->key_length) return 0;
     return !turns || p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) <= DECODE_FEW_BYTES;
 }
 
-/* to (nv vectors, of which the last may be a part) <- inverse * (weights (1, keys) @ v (keys, columns)), with the sums of values_of. Returns
- * trace plus 0 * these; first: the first of them, if it is NULL not. */
-INLINED VEC FMHA_NAME(few_values)(const int nv, ptrdiff_t n, ptrdiff_t columns, const REAL *weights, const char *v, ptrdiff_t ldv, VEC inverse,
+/* to (nv vectors, of which the last may be a part) <- inverse * (weights (1, keys) @ v (keys, columns)), with the sums of
+ * values_of. Returns trace plus 0 * these; first: the first of them, if it is NULL not. */
+INLINED VEC FMHA_NAME(few_values)(const int nv, ptrdiff_t n, ptrdiff_t columns, const REAL *weights, const char *v,
+                                  ptrdiff_t ldv, VEC inverse,
                                   REAL *to, REAL *first, VEC trace)
 {
     VEC total[4];
@@ -751,9 +782,9 @@ INLINED VEC FMHA_NAME(few_values)(const int nv, ptrdiff_t n, ptrdiff_t columns, 
     return trace;
 }
 
-/* The row of such a head at once, with the same bits: what goes through chunks and merging, and through functions for any number of rows and
- * keys, takes longer than its arithmetic. Returns 0 where something is unusual: huge or not finite, or so small that terms are missing. Then
- * it is to be done the other way. A function of its own, whose registers and stack others do not carry. */
+/* The row of such a head at once, with the same bits: what goes through chunks and merging, and through functions for any number
+ * of rows and keys, takes longer than its arithmetic. Returns 0 where something is unusual: huge or not finite, or so small that
+ * terms are missing. Then it is to be done the other way. A function of its own, whose registers and stack others do not carry. */
 static __attribute__((noinline)) int FMHA_NAME(few_keys_row)(const fmha_run *run, const fmha_item *item, FMHA_NAME(decode_memory) *m)
 {
     const fmha_problem *p = &run->p;

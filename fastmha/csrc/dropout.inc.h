@@ -1,8 +1,9 @@
 /* Dropout by a counter: what is drawn for a pair follows from the seed and its batch row, head, query and key alone, so that any
  * algorithm, tiling and number of threads draws the same, forward and backward, and nothing is stored.
  *
- * Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): counter (j / 4, i, h, b), key the seed; word
- * j % 4 of four is that of key j. Words lie in the low halves of 64 bits, where a product has room; the high halves do not count. */
+ * Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): counter (j / 4, i, h, b), key the seed;
+ * word j % 4 of four is that of key j. Words lie in the low halves of 64 bits, where a product has room; the high halves do not
+ * count. */
 
 #if defined(__GNUC__) || defined(__clang__)
 #define WIDES (FMHA_VECTOR_BYTES / 8)

@@ -22,8 +22,8 @@ typedef struct {
  * computation of operands of half precision is in float32; results are rounded once, at the end. */
 enum { FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER };
 
-/* Dropout: a pair is dropped if its draw, of 32 bits, is below this; the others are multiplied by factor = 1 / (1 - p), 0 where there
- * is no dropout. Draws are numbered by batch row, head, query and key, counted from these. */
+/* Dropout: a pair is dropped if its draw, of 32 bits, is below this; the others are multiplied by factor = 1 / (1 - p), 0 where
+ * there is no dropout. Draws are numbered by batch row, head, query and key, counted from these. */
 typedef struct {
     double factor;
     uint32_t below;
@@ -63,7 +63,8 @@ typedef struct {
 
 _Static_assert(FMHA_BLOCK_ROWS <= 64 && FMHA_DECODE_ROWS <= FMHA_BLOCK_ROWS, "rows of a block are bits of a uint64_t");
 
-/* What a backward pass may leave for each row, and the number of these numbers: P = exp(score - shift) * inverse, delta = sum(P dP). */
+/* What a backward pass may leave for each row, and the number of these numbers: P = exp(score - shift) * inverse, delta = sum(P
+ * dP). */
 enum { FMHA_ROW_SHIFT, FMHA_ROW_INVERSE, FMHA_ROW_DELTA, FMHA_ROW_STATE };
 
 /* The size of an operand from which on it is treated apart: half of the exponents of its type lie beyond it or its inverse. */
@@ -89,8 +90,9 @@ static inline fmha_finish fmha_finish_at(const fmha_finish *last, ptrdiff_t m, p
     return part;
 }
 
-/* A product c (M, N) <- a (M, K) @ b (K, N) on matrix tiles: operands as pack_tiles leaves them, c of an element type. b may be NULL:
- * then it is `raw`, (K, N) or transposed (N, K), of an element type and with rows so many elements apart. Slices have most_rows at most. */
+/* A product c (M, N) <- a (M, K) @ b (K, N) on matrix tiles: operands as pack_tiles leaves them, c of an element type. b may be
+ * NULL: then it is `raw`, (K, N) or transposed (N, K), of an element type and with rows so many elements apart. Slices have
+ * most_rows at most. */
 typedef struct {
     const void *a, *b, *raw;
     ptrdiff_t M, N, K, raw_stride, most_rows;
@@ -116,26 +118,24 @@ typedef struct {
 
 #define FMHA_SUMMED_ROWS 32     /* whose shares of grad_weight are one partial sum, whatever the threads */
 
-/* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to prepare, a
- * tile of its keys, or a part of one, with turns at grad_q, a share of the blocks on that with turns at its sums, too, a block to write; a block
- * some of whose rows may want sums of their own, and one to begin again. */
+/* What an item of a tiled backward pass is: a whole key/value head; of one that is split, a block of its group's rows to
+ * prepare, a tile of its keys, or a part of one, with turns at grad_q, a share of the blocks on that with turns at its sums,
+ * too, a block to write; a block some of whose rows may want sums of their own, and one to begin again. */
 enum { FMHA_WHOLE, FMHA_PREPARE, FMHA_TURNS, FMHA_SHARES, FMHA_RESULTS, FMHA_MEND, FMHA_RESTART };
 
-/* What a pair costs in blocks of half and of a quarter of the rows; and, in runs of a block, what a run leaves and its merging cost. */
-#define FMHA_HALF_COST 1.04
-#define FMHA_QUARTER_COST 1.055
-#define FMHA_RUN_COST 0.0135
+/* Forward, measured, beside a pair of a query and a key in a whole block against a whole run. */
+#define FMHA_HALF_COST 1.04     /* a pair in a block of half of the rows */
+#define FMHA_QUARTER_COST 1.055     /* in one of a quarter of them */
+#define FMHA_RUN_COST 0.0135    /* what a run of keys leaves, and its merging, for each pair of its rows with FMHA_RUN_KEYS */
 
-/* In products of a block and a tile: what the passes before and behind cost; by how much more the pairs in halves and fourths of a tile
- * cost; of a share, the way of a tile's sums from one thread to the next, and of each of its blocks what is added to them later; and of
- * a block what is added to its sums of grad_q later. */
-#define FMHA_SPLIT_COST 1
-#define FMHA_HALF_TILE_COST 1.01
-#define FMHA_FOURTH_TILE_COST 1.02
-#define FMHA_MOST_SHARE 8       /* blocks */
-#define FMHA_SUMS_COST 0.1
-#define FMHA_ADDED_COST 0.15
-#define FMHA_LATER_COST 0.2
+/* Backward, measured, in units of a block against a tile. */
+#define FMHA_SPLIT_COST 1       /* the passes before and behind those of split heads, together */
+#define FMHA_HALF_TILE_COST 1.01    /* a pair in half of a tile, over one in a whole tile */
+#define FMHA_FOURTH_TILE_COST 1.02  /* in a fourth of one */
+#define FMHA_MOST_SHARE 8       /* blocks of a share, at most */
+#define FMHA_SUMS_COST 0.1      /* the way of a tile's sums from one share to the next */
+#define FMHA_ADDED_COST 0.15    /* what a block of a share adds to these sums later */
+#define FMHA_LATER_COST 0.2     /* what a block adds to its sums of grad_q later */
 
 /* What the items of one pass of "tiled" or "decode" share. */
 typedef struct fmha_run {
@@ -148,7 +148,9 @@ typedef struct fmha_run {
     fmha_array grad_mask;       /* of an additive mask, in its shape: a pass of its own behind the others of backward */
     int mode;                   /* which pass: of backward, and of packed sequences forward */
     ptrdiff_t share;            /* blocks of a share, where heads are split into these; else 0 */
-    int *apart, again;          /* of heads that are split: whether some rows want own sums, whether some have got them; and only heads with such work again */
+    /* two flags, of heads that are split: whether some rows want sums of their own, whether some have got them */
+    int *apart;
+    int again;                  /* whether this is the work done again for these, of their heads alone */
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
@@ -303,14 +305,14 @@ typedef enum { FMHA_BASELINE, FMHA_AVX2, FMHA_AVX512, FMHA_AVX512BF16, FMHA_AMX,
 const fmha_kernels *fmha_kernels_of(fmha_isa isa, int is_double);
 int fmha_isa_runs(fmha_isa isa);
 
-/* Whether rows that lie side by side, and are each read from end to end, come faster from memory where the CPU alone fetches them, not asked
- * by the program. So it is on AMD's Zen 5 (family 26) and Zen 3; on Zen 4 it is not, and CPUs that nobody measured are asked. No bits depend on it.
- * Known from the first fmha_kernels_of on. */
+/* Whether rows that lie side by side, and are each read from end to end, come faster from memory where the CPU alone fetches
+ * them, not asked by the program. So it is on AMD's Zen 5 (family 26) and Zen 3; on Zen 4 it is not, and CPUs that nobody
+ * measured are asked. No bits depend on it. Known from the first fmha_kernels_of on. */
 extern int fmha_cpu_fetches;
 const char *fmha_isa_name(fmha_isa isa);
 
-/* What of the scale is folded into the queries, or into a product by BLAS: all of it, or where it is so tiny that it might count as
- * 0, so much that the rest, by which the scores are multiplied then, is 2^-100 (float64: 2^-900). */
+/* What of the scale is folded into the queries, or into a product by BLAS: all of it, or where it is so tiny that it might count
+ * as 0, so much that the rest, by which the scores are multiplied then, is 2^-100 (float64: 2^-900). */
 static inline double fmha_folded_scale(const fmha_problem *p, int is_double, double *rest)
 {
     double lift = is_double ? 0x1p900 : 0x1p100;
@@ -374,19 +376,20 @@ static inline int fmha_busy(ptrdiff_t items, int threads)
     return 10 * items >= 9 * ((items + threads - 1) / threads) * threads;
 }
 
-/* How many items in a row a thread takes at a time, where each is a head of so many bytes: of short ones several, so that what the CPU
- * fetches behind one by itself is wanted by the same thread, and that threads seldom meet where items are handed out. */
+/* How many items in a row a thread takes at a time, where each is a head of so many bytes: of short ones several, so that what
+ * the CPU fetches behind one by itself is wanted by the same thread, and that threads seldom meet where items are handed out. */
 #define FMHA_DEALT_BYTES (1 << 17)
 #define FMHA_DEALT_TURNS 32     /* for each thread, at least: one more or less then counts for little */
 static inline ptrdiff_t fmha_dealt(ptrdiff_t items, double bytes, int threads)
 {
-    const ptrdiff_t even = items / (FMHA_DEALT_TURNS * (ptrdiff_t)threads), near = bytes < FMHA_DEALT_BYTES ? (ptrdiff_t)(FMHA_DEALT_BYTES / (bytes + 1)) : 1;
+    const ptrdiff_t even = items / (FMHA_DEALT_TURNS * (ptrdiff_t)threads),
+            near = bytes < FMHA_DEALT_BYTES ? (ptrdiff_t)(FMHA_DEALT_BYTES / (bytes + 1)) : 1;
     const ptrdiff_t some = even < near ? even : near;
     return threads > 1 && some > 1 ? some : 1;
 }
 
-/* Whether forward items on matrix tiles are heads: what a head packs is then near when it is wanted. Of a long head that counts for
- * little, and threads that are slower than others need items enough. */
+/* Whether forward items on matrix tiles are heads: what a head packs is then near when it is wanted. Of a long head that counts
+ * for little, and threads that are slower than others need items enough. */
 #define FMHA_SHORT_BLOCKS 8
 #define FMHA_MANY_HEADS 4       /* for each thread */
 static inline int fmha_by_heads(const fmha_problem *p, int threads)
@@ -399,23 +402,23 @@ static inline int fmha_by_heads(const fmha_problem *p, int threads)
 /* Whether there is a mask of which all heads and queries have the same row. */
 static inline int fmha_of_keys(const fmha_array *mask) { return mask->data && mask->stride[1] == 0 && mask->stride[2] == 0; }
 
-/* The keys [starts[b], ends[b]) of each batch row beside which such masks, with the ranges that the problem has, remove all. removed: -inf as
- * the additive mask has it, of so many bytes. Returns whether a boolean mask removes none of them. */
+/* The keys [starts[b], ends[b]) of each batch row beside which such masks, with the ranges that the problem has, remove all.
+ * removed: -inf as the additive mask has it, of so many bytes. Returns whether a boolean mask removes none of them. */
 int fmha_mask_ranges(const fmha_problem *p, ptrdiff_t size, const void *removed, int64_t *starts, int64_t *ends);
 
-/* How a forward pass is cut: the first blocks of FMHA_BLOCK_ROWS rows, so many, are items with all their keys, the others are with all keys or in
- * runs of these, the longest first, and so many of those items, the last ones, are cut into pieces of so many rows; and whether the longest
- * blocks of all heads come first, which evens out the end, or head after head, whose keys then stay in a cache. The bits are the same. Where
- * not all are whole, the lists have the items of the pass, and of a second one that merges runs. */
+/* How a forward pass is cut, with the same bits. Where all blocks are whole, there are no lists. */
 typedef struct {
-    ptrdiff_t whole, fine, rows;
-    int runs, heads_inside;
-    ptrdiff_t listed, merged;
-    fmha_item *items, *merges;
+    ptrdiff_t whole;            /* blocks of FMHA_BLOCK_ROWS rows that are items with all their keys: the first ones */
+    int runs;                   /* whether the others are cut into runs of their keys, the longest first */
+    ptrdiff_t fine, rows;       /* how many of the items behind the whole ones, the last, are cut into pieces of so many rows */
+    int heads_inside;           /* whether the longest blocks of all heads come first, which evens out the end, or head after head,
+                                 * whose keys then stay in a cache */
+    ptrdiff_t listed, merged;   /* how many items the lists have: */
+    fmha_item *items, *merges;  /* of the pass, and of the one behind it that merges runs */
 } fmha_blocks;
 
-/* The best for so many threads, without the lists. runs: whether blocks may be cut into runs. quick: whether to look for as long as about a
- * tenth of the pass takes; becomes whether that has left ways out. */
+/* The best for so many threads, without the lists. runs: whether blocks may be cut into runs. quick: whether to look for as long
+ * as about a tenth of the pass takes; becomes whether that has left ways out. */
 fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, int *quick);
 
 /* Makes the lists, to be freed. Returns 0 where there is no memory for them. */
@@ -432,7 +435,8 @@ static inline fmha_cut fmha_blocks_cut(const fmha_problem *p, const fmha_blocks 
     return cut;
 }
 
-/* Of how many rows what a run of keys leaves lies together: of a whole block, however it is cut, or of all rows where these are fewer. */
+/* Of how many rows what a run of keys leaves lies together: of a whole block, however it is cut, or of all rows where these are
+ * fewer. */
 static inline ptrdiff_t fmha_run_rows(const fmha_problem *p)
 {
     const ptrdiff_t rows = fmha_heads_cut(p).rows, least = FMHA_BLOCK_ROWS / 4;
@@ -456,8 +460,8 @@ static inline int fmha_blocks_alike(const fmha_cut *cut)
     return cut->rows <= FMHA_BLOCK_ROWS || cut->rows % FMHA_BLOCK_ROWS == 0;
 }
 
-/* Whether that takes a simulation: not on matrix tiles, whose blocks are whole, but where threads have few blocks each, and these do not
- * come out even. Else blocks are whole. */
+/* Whether that takes a simulation: not on matrix tiles, whose blocks are whole, but where threads have few blocks each, and
+ * these do not come out even. Else blocks are whole. */
 static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
 {
     const fmha_cut cut = fmha_forward_cut(p);
@@ -468,9 +472,9 @@ static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
     return 100 * blocks < 97 * ((blocks + threads - 1) / threads) * threads;
 }
 
-/* How the heads of a backward pass are split: the first `whole` are items of FMHA_WHOLE, the others in FMHA_TURNS or FMHA_SHARES, of so
- * many keys, a tile or a half or a fourth of one; a share, else 0, of so many blocks, on so many of those `together`. Mode FMHA_WHOLE:
- * none is split. balance: the share of the threads that is busy. */
+/* How the heads of a backward pass are split: the first `whole` are items of FMHA_WHOLE, the others in FMHA_TURNS or
+ * FMHA_SHARES, of so many keys, a tile or a half or a fourth of one; a share, else 0, of so many blocks, on so many of those
+ * `together`. Mode FMHA_WHOLE: none is split. balance: the share of the threads that is busy. */
 typedef struct {
     int mode;
     ptrdiff_t whole, keys, share, together;

@@ -1,15 +1,16 @@
 /* The "tiled" algorithm forward: one block of query rows against its keys, tile after tile, by an online softmax; of keys beyond
- * FMHA_RUN_KEYS every run of so many has a softmax of its own, and they are merged in their order: in one item, or each run in an item
- * and their merging in another, where that keeps more threads busy. The bits are the same. */
+ * FMHA_RUN_KEYS every run of so many has a softmax of its own, and they are merged in their order: in one item, or each run in
+ * an item and their merging in another, where that keeps more threads busy. The bits are the same. */
 
 /* Of the rows of a block against some keys: peak and total of each, sums of out (queries, value width). */
 typedef struct {
     REAL *peak, *total, *out;
 } FMHA_NAME(softmaxes);
 
-/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys behind the
- * first; of each query what its sums shrink by, and the lift of its scores; keys or values (keys, width) where they must be copied; keys
- * or values where they must be converted; results (queries, value width) before they are rounded, where they are. */
+/* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys
+ * behind the first; of each query what its sums shrink by, and the lift of its scores; keys or values (keys, width) where they
+ * must be copied; keys or values where they must be converted; results (queries, value width) before they are rounded, where
+ * they are. */
 typedef struct {
     REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result;
     FMHA_NAME(softmaxes) run;
@@ -216,8 +217,8 @@ static __attribute__((noinline)) void FMHA_NAME(merge_run)(const FMHA_NAME(rows)
     }
 }
 
-/* The softmaxes of a block before the first key of a run, from key `first` on: of nothing, or before all keys of the sinks. Sums of out
- * are none yet, not even zeros. */
+/* The softmaxes of a block before the first key of a run, from key `first` on: of nothing, or before all keys of the sinks. Sums
+ * of out are none yet, not even zeros. */
 static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t first, const FMHA_NAME(softmaxes) *to)
 {
     if (first == 0) FMHA_NAME(begin_rows)(p, block, to->peak, to->total);
@@ -227,10 +228,11 @@ static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *b
     }
 }
 
-/* Whether the tile at hand, n keys from key j on, is all that the block attends and its sums are its results, which may be written at once: of
- * a single head, whose rows of out are evenly apart; with ordinary totals; and no band leaves a vector of rows nothing. Then inverse (rows) is
- * what the sums are multiplied by. */
-static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n, const REAL *total,
+/* Whether the tile at hand, n keys from key j on, is all that the block attends and its sums are its results, which may be
+ * written at once: of a single head, whose rows of out are evenly apart; with ordinary totals; and no band leaves a vector of
+ * rows nothing. Then inverse (rows) is what the sums are multiplied by. */
+static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *block, int banded, ptrdiff_t j, ptrdiff_t n,
+                                  const REAL *total,
                                   REAL *inverse)
 {
     if (j > block->j0 || j + n < block->j1 || p->element != FMHA_SAME || p->Dv == 0 || block->head[0] != block->head[block->rows - 1]) return 0;
@@ -243,18 +245,22 @@ static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *
     return ordinary;
 }
 
-/* Where the heads have several blocks and lie far away, the queries of the block that the thread probably takes next are fetched beside. */
+/* Where the heads have several blocks and lie far away, the queries of the block that the thread probably takes next are fetched
+ * beside. */
 static FMHA_NAME(results) FMHA_NAME(results_of)(const fmha_run *run, const FMHA_NAME(rows) *block, int banded)
 {
     const fmha_problem *p = &run->p;
     FMHA_NAME(results) results = {.width = p->Dv, .ld = p->q.stride[2] * (ptrdiff_t)sizeof(REAL)};
     if (!banded && p->Lq > BLOCK_ROWS && p->B * p->H * p->Lq * p->D * (ptrdiff_t)sizeof(REAL) >= WRITTEN_FAR)
-        results.then = FMHA_NAME(row_in)(FMHA_SAME, &p->q, block->b, block->head[0], block->query[0]) + run->threads * BLOCK_ROWS * results.ld;
+        results.then = FMHA_NAME(row_in)(FMHA_SAME, &p->q, block->b, block->head[0],
+                                         block->query[0]) + run->threads * BLOCK_ROWS * results.ld;
     return results;
 }
 
-/* Of n keys from key j on, those are left out, the first and the last ones, that an additive mask drowns beside keys that it leaves alone. */
-static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, const REAL *packed, ptrdiff_t *j, ptrdiff_t *n, REAL *converted)
+/* Of n keys from key j on, those are left out, the first and the last ones, that an additive mask drowns beside keys that it
+ * leaves alone. */
+static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, const REAL *packed, ptrdiff_t *j,
+                                 ptrdiff_t *n, REAL *converted)
 {
     ptrdiff_t ahead, behind, ld;
     const REAL most = FMHA_NAME(low_ends)(p, block, *j, *n, &ahead, &behind);
@@ -274,8 +280,8 @@ static void FMHA_NAME(leave_out)(const fmha_problem *p, FMHA_NAME(rows) *block, 
     *n -= ahead + behind;
 }
 
-/* Whether all rows have a score above `drowned` that drowns those of the keys that were left out, if any were: those that before, in `whole`,
- * had keys. */
+/* Whether all rows have a score above `drowned` that drowns those of the keys that were left out, if any were: those that
+ * before, in `whole`, had keys. */
 static int FMHA_NAME(is_drowned)(const FMHA_NAME(rows) *whole, REAL drowned, const REAL *peak)
 {
     int all = 1;
@@ -284,8 +290,35 @@ static int FMHA_NAME(is_drowned)(const FMHA_NAME(rows) *whole, REAL drowned, con
     return all;
 }
 
-/* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have no sums of
- * out. Returns whether some tile was touched. */
+/* out (queries, Dv) <- shrink * out + probabilities^T (keys, queries)^T @ values (n keys, Dv), banded: of the span of each
+ * vector of rows; none: of no sums so far; or where the block is written, times inverse, into the results. next_keys: those of
+ * the next tile, of_key bytes apart, which are fetched beside values, or NULL. */
+static void FMHA_NAME(tile_values)(const fmha_run *run, FMHA_NAME(rows) *block, int banded, ptrdiff_t n, const REAL *s, const REAL *values,
+                                   ptrdiff_t ldv, int none, REAL *out, const REAL *shrink, const REAL *inverse,
+                                           const char *next_keys, ptrdiff_t of_key)
+{
+    const ptrdiff_t lds = block->ld, value_width = block->value_width;
+    for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
+        const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;
+        const ptrdiff_t own = banded && block->rows - q > LANES ? LANES : block->rows - q;
+        const REAL *a = s + low * lds + q, *b = values + low * ldv;
+        const char *beside = many == n ? next_keys : NULL;
+        REAL *c = out + q * value_width;
+        if (block->written) {
+            REAL *result = (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, block->b, block->head[q], block->query[q]);
+            FMHA_NAME(product_columns_results)(own, many, a, lds, b, ldv, result, run->out.stride[2], inverse + q, &block->results);
+            continue;
+        }
+        /* 8 rows are one register tile, 7 are two: what an empty lane gives lies behind them, where nobody looks. */
+        const ptrdiff_t taken = own == 7 && LANES >= 8 ? 8 : own;
+        if (many && none) FMHA_NAME(product_columns_first)(taken, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
+        else if (many) FMHA_NAME(product_columns)(taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
+        else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
+    }
+}
+
+/* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have
+ * no sums of out. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
                                    const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
@@ -330,7 +363,6 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
                 for (ptrdiff_t q = k * lds; q < k * lds + block->queries; q += LANES) v_store(s + q, v_load(s + q) * factor);
         }
         if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, s, NULL);
-        /* out (queries, Dv) <- shrink * out + probabilities^T (keys, queries)^T @ v (keys, Dv) */
         const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld), *rows = copy;
         ldv = value_width;
         if (purpose & FMHA_NAME(raised)) {
@@ -345,23 +377,8 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
             block->written = 1;
             block->results = FMHA_NAME(results_of)(run, block, banded);
         }
-        for (ptrdiff_t q = 0; q < block->rows; q += banded ? LANES : block->rows) {
-            const ptrdiff_t low = banded ? block->low[q / LANES] : 0, many = banded ? block->high[q / LANES] - low : n;
-            const ptrdiff_t own = banded && block->rows - q > LANES ? LANES : block->rows - q;
-            const REAL *a = s + low * lds + q, *b = rows + low * ldv;
-            const char *beside = more && many == n ? FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS) : NULL;
-            REAL *c = out + q * value_width;
-            if (block->written) {
-                REAL *result = (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, block->b, block->head[q], block->query[q]);
-                FMHA_NAME(product_columns_results)(own, many, a, lds, b, ldv, result, run->out.stride[2], inverse + q, &block->results);
-                continue;
-            }
-            /* 8 rows are one register tile, 7 are two: what an empty lane gives lies behind them, where nobody looks. */
-            const ptrdiff_t taken = own == 7 && LANES >= 8 ? 8 : own;
-            if (many && none) FMHA_NAME(product_columns_first)(taken, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
-            else if (many) FMHA_NAME(product_columns)(taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
-            else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
-        }
+        const char *next_keys = more ? FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS) : NULL;
+        FMHA_NAME(tile_values)(run, block, banded, n, s, rows, ldv, none, out, shrink, inverse, next_keys, of_key);
         none = 0;
         if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
     }

@@ -1,5 +1,5 @@
-/* The items of the "tiled" algorithm forward: blocks of query rows whose softmaxes forward.inc.h makes become rows of out and lse, those whose
- * sums are not finite, or tiny, by a second pass; and, where they are asked for, weights. */
+/* The items of the "tiled" algorithm forward: blocks of query rows whose softmaxes forward.inc.h makes become rows of out and
+ * lse, those whose sums are not finite, or tiny, by a second pass; and, where they are asked for, weights. */
 
 static inline void FMHA_NAME(write_lse)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t r, REAL peak, REAL total)
 {
@@ -32,9 +32,10 @@ static void FMHA_NAME(round_rows)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
     }
 }
 
-/* The block's rows of out and lse from its sums, which forward_block has left unless it has written out: those wanted, a bit each. Returns
- * which are tiny, and in finite whether all sums are. */
-static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted,
+/* The block's rows of out and lse from its sums, which forward_block has left unless it has written out: those wanted, a bit
+ * each. Returns which are tiny, and in finite whether all sums are. */
+static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
+                                       uint64_t wanted,
                                        int *finite)
 {
     const fmha_problem *p = &run->p;
@@ -56,12 +57,14 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
         }
         const REAL *sums = out + r * block->value_width;
         trace = FMHA_NAME(divided_row)(p->Dv, sums, total[r], FMHA_NAME(out_row)(run, block, r, m), trace);
-        if (total[r] != total[r]) FMHA_NAME(fill)(p->Dv, FMHA_NAME(out_row)(run, block, r, m), total[r]);     /* an infinite sink leaves sums of 0 */
+        /* an infinite sink leaves sums of 0 */
+        if (total[r] != total[r]) FMHA_NAME(fill)(p->Dv, FMHA_NAME(out_row)(run, block, r, m), total[r]);
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         const REAL bound = 2 * TINY * total[r];     /* hardly a row is: looked at by what is at hand */
         if (total[r] != 0 && p->Dv > 0 && sums[0] <= bound && sums[0] >= -bound) some |= (uint64_t)1 << r;
     }
-    for (ptrdiff_t r = 0; r < block->rows && some >> r; r++)     /* by itself: to read behind a store of a part of a vector is to wait for it */
+    /* by itself: to read behind a store of a part of a vector is to wait for it */
+    for (ptrdiff_t r = 0; r < block->rows && some >> r; r++)
         if (some >> r & 1 && FMHA_NAME(tiny_row)(p->Dv, FMHA_NAME(out_row)(run, block, r, m))) tiny |= (uint64_t)1 << r;
     *finite = FMHA_NAME(sum)(trace) == 0;
     return tiny;
@@ -107,8 +110,8 @@ static void FMHA_NAME(tiny_rows)(const fmha_run *run, FMHA_NAME(rows) *block, ui
             FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, FMHA_NAME(out_row)(run, block, r, m));
 }
 
-/* Whether all values that the block may attend are so small that its rows are tiny, and some are not 0. Hardly more than one is looked
- * at where they are not. */
+/* Whether all values that the block may attend are so small that its rows are tiny, and some are not 0. Hardly more than one is
+ * looked at where they are not. */
 static int FMHA_NAME(tiny_values)(const fmha_problem *p, const FMHA_NAME(rows) *block)
 {
     int some = 0;
@@ -146,9 +149,10 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
     return item;
 }
 
-/* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys; partly: some of its tiles were
- * touched. The firewall costs finite input nothing: only where a NaN or Inf shows in the result is the block done again, with zeros for
- * what is not finite in partly removed tiles and the allowed pairs added; rows that attend none of it get the same bits as ever. */
+/* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys; partly: some of its tiles
+ * were touched. The firewall costs finite input nothing: only where a NaN or Inf shows in the result is the block done again,
+ * with zeros for what is not finite in partly removed tiles and the allowed pairs added; rows that attend none of it get the
+ * same bits as ever. */
 static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
                                    uint64_t wanted, int partly)
 {
@@ -164,7 +168,8 @@ static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, F
 }
 
 /* The same of a block that attends no key. */
-static void FMHA_NAME(empty_rows)(const fmha_run *run, const fmha_item *item, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
+static void FMHA_NAME(empty_rows)(const fmha_run *run, const fmha_item *item, const FMHA_NAME(rows) *block,
+                                  const FMHA_NAME(forward_memory) *m,
                                   uint64_t wanted)
 {
     for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -175,8 +180,8 @@ static void FMHA_NAME(empty_rows)(const fmha_run *run, const fmha_item *item, co
     FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
 }
 
-/* The same of a block without keys that an additive mask probably drowns: those at the ends of each row, if the mask is 0 at the others, or
- * else those at the ends of tiles. Returns -1, and the block is as before, where they get something. */
+/* The same of a block without keys that an additive mask probably drowns: those at the ends of each row, if the mask is 0 at the
+ * others, or else those at the ends of tiles. Returns -1, and the block is as before, where they get something. */
 static int FMHA_NAME(hopeful_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
 {
     const fmha_problem *p = &run->p;
@@ -218,9 +223,10 @@ static REAL FMHA_NAME(power_of_keys)(const fmha_problem *p, const FMHA_NAME(rows
     return power;
 }
 
-/* Of a block to which an additive mask says something, rows that attend all valid keys, at which the mask is the same and so large that no score shows beside it, attend them evenly: rows of
- * padding do under finfo.min. The results of those wanted, a bit each, are those of one such row, and they attend no keys any more. Which rows
- * they are goes by each row's own numbers; keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
+/* Of a block to which an additive mask says something, rows that attend all valid keys, at which the mask is the same and so
+ * large that no score shows beside it, attend them evenly: rows of padding do under finfo.min. The results of those wanted, a
+ * bit each, are those of one such row, and they attend no keys any more. Which rows they are goes by each row's own numbers;
+ * keys: the sum of the squares of keys, no less than of those that a row attends, or -1. Returns them, a bit each. */
 static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block,
                                                                const FMHA_NAME(forward_memory) *m, REAL keys, uint64_t wanted)
 {
@@ -295,7 +301,8 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     }
 }
 
-/* Whether rows are results of a softmax of products alone, in REAL, of all keys that causality, windows, lengths and ranges leave. */
+/* Whether rows are results of a softmax of products alone, in REAL, of all keys that causality, windows, lengths and ranges
+ * leave. */
 static inline int FMHA_NAME(plain_rows)(const fmha_problem *p)
 {
     return p->stored == FMHA_SAME && p->element == FMHA_SAME && p->parts == 0 && !p->bool_mask.data && !p->additive_mask.data &&
@@ -305,13 +312,14 @@ static inline int FMHA_NAME(plain_rows)(const fmha_problem *p)
 /* Whether one_key may serve. */
 static inline int FMHA_NAME(may_be_copied)(const fmha_run *run) { return run->p.Lk == 1 && !run->lse && FMHA_NAME(plain_rows)(&run->p); }
 
-/* Stacked rows first .. first+rows of a group of such where there is one key, without lse: its weight is 1 as long as the score is finite,
- * and that the sizes of q and k say without the score. Returns 0, and has written nothing, where a row does not attend the key, where something
- * is huge or not finite, and where the value is so small that it may count as 0. The same bits. */
+/* Stacked rows first .. first+rows of a group of such where there is one key, without lse: its weight is 1 as long as the score
+ * is finite, and that the sizes of q and k say without the score. Returns 0, and has written nothing, where a row does not
+ * attend the key, where something is huge or not finite, and where the value is so small that it may count as 0. The same bits. */
 static __attribute__((noinline)) int FMHA_NAME(one_key)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t rows)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t Dv = p->Dv, head = hkv * (p->H / p->Hkv), along = p->Lq == 1 ? 1 : 2;      /* the axis on which rows follow each other */
+    /* the axis on which rows follow each other */
+    const ptrdiff_t Dv = p->Dv, head = hkv * (p->H / p->Hkv), along = p->Lq == 1 ? 1 : 2;
     const REAL *k = (const REAL *)FMHA_NAME(stored_row)(p, &p->k, b, hkv, 0), *v = (const REAL *)FMHA_NAME(stored_row)(p, &p->v, b, hkv, 0);
     for (ptrdiff_t r = 0; (p->banded || p->key_start || p->key_length) && r < rows; r++) {
         ptrdiff_t low, high;
@@ -498,7 +506,8 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     for (int careful = 0; careful < 2; careful++) {
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
-        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv, block->rows), m.copy, &ld);
+        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv,
+                block->rows), m.copy, &ld);
         FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, lds, rows, ld, out, value_width);
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;

@@ -1,8 +1,9 @@
 /* Products of matrices for the projections, on the register tile of product.inc.h: c (M, N) <- op(a) (M, K) @ op(b) (K, N),
- * row-major; b may be of half precision, which is converted as it is packed or, for few rows, as it is read. b is packed in panels, of as many columns as the register tile has lanes, for all blocks of rows; a is copied where
- * enough panels follow, because its rows may lie a page apart, or so that they share a part of each cache (the order of the blocks:
- * Goto and van de Geijn 2008). Every element is summed in blocks of K in
- * their order: its bits depend on K alone, not on the slice it is computed in. */
+ * row-major; b may be of half precision, which is converted as it is packed or, for few rows, as it is read. b is packed in
+ * panels, of as many columns as the register tile has lanes, for all blocks of rows; a is copied where enough panels follow,
+ * because its rows may lie a page apart, or so that they share a part of each cache (the order of the blocks: Goto and van de
+ * Geijn 2008). Every element is summed in blocks of K in their order: its bits depend on K alone, not on the slice it is
+ * computed in. */
 
 #define GEMM_WIDE (ROUND_UP(GEMM_COLUMNS, PANEL))
 #define GEMM_SERVED (GEMM_SERVES * PANEL)
@@ -54,7 +55,8 @@ INLINED void FMHA_NAME(pack_panel_of)(const int type, int transposed, ptrdiff_t 
         for (; k + LANES <= depth; k += LANES) {
             VEC part[LANES];
 #pragma GCC unroll 16
-            for (ptrdiff_t l = 0; l < LANES; l++) part[l] = l < rows ? FMHA_NAME(stored_load)(type, b + ((n + l) * ldb + k) * size) : v_splat(0);
+            for (ptrdiff_t l = 0; l < LANES; l++)
+                part[l] = l < rows ? FMHA_NAME(stored_load)(type, b + ((n + l) * ldb + k) * size) : v_splat(0);
             FMHA_NAME(transpose)(part);
 #pragma GCC unroll 16
             for (ptrdiff_t l = 0; l < LANES; l++) v_store(to + (k + l) * ld + n, part[l]);
@@ -75,7 +77,8 @@ static void FMHA_NAME(pack_panel)(int type, int transposed, ptrdiff_t depth, ptr
 }
 
 /* panels <- b (K, whole panels), of each `rows` rows: row by row, from end to end. */
-INLINED void FMHA_NAME(pack_whole_panels_of)(const int type, ptrdiff_t K, ptrdiff_t N, const char *b, ptrdiff_t ldb, REAL *panels, ptrdiff_t rows)
+INLINED void FMHA_NAME(pack_whole_panels_of)(const int type, ptrdiff_t K, ptrdiff_t N, const char *b, ptrdiff_t ldb,
+                                             REAL *panels, ptrdiff_t rows)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     for (ptrdiff_t k = 0; k < K; k++) {
@@ -101,7 +104,8 @@ static void FMHA_NAME(pack_panels)(int type, int transposed, ptrdiff_t K, ptrdif
     }
     for (; n < N; n += PANEL) {
         const ptrdiff_t columns = N - n < PANEL ? N - n : PANEL;
-        FMHA_NAME(pack_panel)(type, transposed, K, columns, b + (transposed ? n * ldb : n) * size, ldb, panels + n * rows, ROUND_UP(columns, LANES));
+        FMHA_NAME(pack_panel)(type, transposed, K, columns, b + (transposed ? n * ldb : n) * size, ldb, panels + n * rows,
+                              ROUND_UP(columns, LANES));
     }
 }
 
@@ -133,8 +137,8 @@ INLINED void FMHA_NAME(few_vector)(const int type, const int rows, const int dep
 }
 
 /* c (rows, columns) <- (add ? c : 0) + a (rows, depth) @ b (depth, columns): vectors of columns outside, so that each row of b
- * is read from end to end; from its first whole vector on where rows lie alike, since a load across two cache lines is two. Where `fetch`,
- * what lies so many bytes ahead of each is fetched. */
+ * is read from end to end; from its first whole vector on where rows lie alike, since a load across two cache lines is two.
+ * Where `fetch`, what lies so many bytes ahead of each is fetched. */
 INLINED void FMHA_NAME(few_rows)(const int type, const int rows, const int depth, const int fetch, int add, ptrdiff_t ahead,
                                  ptrdiff_t columns, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step, const char *b, ptrdiff_t ldb, REAL *c,
                                  ptrdiff_t ldc)
@@ -233,9 +237,9 @@ static void FMHA_NAME(few_block)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K
 #undef FEW_BLOCK
 }
 
-/* The same for any K, with the sums of sums, and so the bits, of the packing product. Sums that are loaded and stored again and again have
- * rows of their own in `part`, which begin in a cache line where those of b do: rows of c may share a part of the first cache, and their
- * ends may be fetched by a CPU that is at the columns before them. */
+/* The same for any K, with the sums of sums, and so the bits, of the packing product. Sums that are loaded and stored again and
+ * again have rows of their own in `part`, which begin in a cache line where those of b do: rows of c may share a part of the
+ * first cache, and their ends may be fetched by a CPU that is at the columns before them. */
 static void FMHA_NAME(product_few)(int type, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K, const REAL *a, ptrdiff_t a_row, ptrdiff_t a_step,
                                    const char *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, REAL *part)
 {

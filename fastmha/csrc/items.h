@@ -1,6 +1,6 @@
 /* How a pass is cut into the items that the pool hands out, and what item n is. A pass takes heads, or matrices, and cuts the
- * rows and the columns of each, query rows and keys, or those of a matrix, by a step or as a list says. How finely, may follow the number of
- * threads: no bit does. */
+ * rows and the columns of each, query rows and keys, or those of a matrix, by a step or as a list says. How finely, may follow
+ * the number of threads: no bit does. */
 #ifndef FMHA_ITEMS_H
 #define FMHA_ITEMS_H
 
@@ -18,7 +18,8 @@ typedef struct {
     ptrdiff_t cols, col_step;
     int from_end;                   /* the last rows of a head first, which have the most keys with causality */
     int heads_inside;               /* heads change first, else last */
-    ptrdiff_t together;             /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
+    /* so many parts of the columns of a head go through its rows together, askew; 0: columns change first */
+    ptrdiff_t together;
     const fmha_item *list;          /* the items, so many, whatever the steps say; NULL: as these say */
     ptrdiff_t listed;
 } fmha_cut;
@@ -96,7 +97,8 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
 /* Which by the steps is the item of all columns that has the first row of this one. */
 static inline ptrdiff_t fmha_place_of(const fmha_cut *cut, const fmha_item *item)
 {
-    const ptrdiff_t parts = fmha_parts(cut->rows, cut->row_step), part = item->i0 / cut->row_step, row = cut->from_end ? parts - 1 - part : part;
+    const ptrdiff_t parts = fmha_parts(cut->rows, cut->row_step), part = item->i0 / cut->row_step,
+            row = cut->from_end ? parts - 1 - part : part;
     const ptrdiff_t head = item->b * cut->heads + item->h - cut->first;
     return cut->heads_inside ? row * (cut->last - cut->first) + head : head * parts + row;
 }

@@ -1,5 +1,5 @@
-/* Items handed out in order to whoever of some threads is free first: until when each thread is busy, as a heap, whose first is free first, and
- * behind them one that never is. */
+/* Items handed out in order to whoever of some threads is free first: until when each thread is busy, as a heap, whose first is
+ * free first, and behind them one that never is. */
 #ifndef FMHA_MAKESPAN_H
 #define FMHA_MAKESPAN_H
 

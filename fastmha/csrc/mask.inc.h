@@ -1,5 +1,5 @@
-/* What stands between the scores of a tile and their softmax, in "tiled": softcap, ALiBi, masks, causality, windows and lengths, dropout;
- * and which tiles and keys these leave out. */
+/* What stands between the scores of a tile and their softmax, in "tiled": softcap, ALiBi, masks, causality, windows and lengths,
+ * dropout; and which tiles and keys these leave out. */
 
 /* Whether scores are more than scaled products. */
 static inline int FMHA_NAME(rescored)(const fmha_problem *p) { return p->softcap != 0 || p->alibi != NULL; }
@@ -39,7 +39,8 @@ static int FMHA_NAME(tile_removed)(const fmha_problem *p, const FMHA_NAME(rows) 
 
 #define DROWNED_BELOW -1000     /* an additive mask as low may leave keys nothing beside others */
 
-/* How many of a row of the mask are so low, of at most n from m on, one behind the other or, if `back`, before it; most: of those looked at. */
+/* How many of a row of the mask are so low, of at most n from m on, one behind the other or, if `back`, before it; most: of
+ * those looked at. */
 static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int back, ptrdiff_t n, REAL *most)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element), step = (back ? -size : size) * p->additive_mask.stride[3];
@@ -65,9 +66,11 @@ static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int 
     return n;
 }
 
-/* Of n keys from key j on so many, the first and the last ones, of all of whose pairs an additive mask is so low, in whole steps. Returns the
- * most it is of them, or somewhat more. Of a mask that no vectors can read, one for each query, it takes too long to ask. */
-static REAL FMHA_NAME(low_ends)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n, ptrdiff_t *ahead, ptrdiff_t *behind)
+/* Of n keys from key j on so many, the first and the last ones, of all of whose pairs an additive mask is so low, in whole
+ * steps. Returns the most it is of them, or somewhat more. Of a mask that no vectors can read, one for each query, it takes too
+ * long to ask. */
+static REAL FMHA_NAME(low_ends)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t j, ptrdiff_t n,
+                                ptrdiff_t *ahead, ptrdiff_t *behind)
 {
     const fmha_array *mask = &p->additive_mask;
     const int of_keys = fmha_of_keys(mask);
@@ -102,10 +105,10 @@ static REAL FMHA_NAME(power)(ptrdiff_t rows, ptrdiff_t cols, const REAL *x, ptrd
     return FMHA_NAME(sum)((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
-/* What no score of keys is above where their mask is `most` or less, by the powers of the queries and of the keys, rounded as it may be; or
- * infinity, if it is not far below 0 then or something is so large that more than scores counts, or not finite: v is the power of the values,
- * or of these and of grad_out together. A row with a score so far above it that exp gives 0 gets nothing from such keys: without them all
- * bits are the same. */
+/* What no score of keys is above where their mask is `most` or less, by the powers of the queries and of the keys, rounded as it
+ * may be; or infinity, if it is not far below 0 then or something is so large that more than scores counts, or not finite: v is
+ * the power of the values, or of these and of grad_out together. A row with a score so far above it that exp gives 0 gets
+ * nothing from such keys: without them all bits are the same. */
 static REAL FMHA_NAME(drowned_scores)(REAL most, REAL q, REAL k, REAL v)
 {
     const REAL bound = (REAL)(sqrt((double)q) * sqrt((double)k));
@@ -204,9 +207,9 @@ INLINED FMHA_NAME(key_run) FMHA_NAME(additive_run)(const int type, const char *m
     (p->mask_element == FMHA_HALF ? FMHA_NAME(name)(FMHA_HALF, __VA_ARGS__) \
      : p->mask_element == FMHA_BFLOAT ? FMHA_NAME(name)(FMHA_BFLOAT, __VA_ARGS__) : FMHA_NAME(name)(FMHA_SAME, __VA_ARGS__))
 
-/* Masks that leave each row of a block a run of keys, as those of causality and padding do: of [first, last), which is all that the block is
- * asked for afterwards, these runs become the keys of the rows, and a mask that says no more is not read again. At a row where that would
- * gain nothing it is given up. */
+/* Masks that leave each row of a block a run of keys, as those of causality and padding do: of [first, last), which is all that
+ * the block is asked for afterwards, these runs become the keys of the rows, and a mask that says no more is not read again. At
+ * a row where that would gain nothing it is given up. */
 static __attribute__((noinline)) void FMHA_NAME(mask_rows)(const fmha_problem *p, FMHA_NAME(rows) *block, ptrdiff_t first, ptrdiff_t last)
 {
     int some = 0;
@@ -239,9 +242,9 @@ static __attribute__((noinline)) void FMHA_NAME(mask_rows)(const fmha_problem *p
     if (some) FMHA_NAME(rows_together)(p, block);
 }
 
-/* The same of an additive mask that is not -inf at the ends but so low that these keys probably get nothing: then what each row attends are
- * [from, to) of its keys, and most is the most that the mask is elsewhere, or somewhat more. Returns 0 where the mask says more, and -1
- * where it is so low throughout a row, unless that does not matter. */
+/* The same of an additive mask that is not -inf at the ends but so low that these keys probably get nothing: then what each row
+ * attends are [from, to) of its keys, and most is the most that the mask is elsewhere, or somewhat more. Returns 0 where the
+ * mask says more, and -1 where it is so low throughout a row, unless that does not matter. */
 static int FMHA_NAME(low_runs)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t first, ptrdiff_t last, int throughout,
                                ptrdiff_t *from, ptrdiff_t *to, REAL *most)
 {

@@ -1,7 +1,7 @@
 /* The gradient of an additive mask, from what a backward pass by "tiled" has left of each row. */
 
-/* Scratch of one thread: of a backward pass over tiles of keys, and the sums of an item (keys, rows), in double precision: they may
- * run over all batch rows, heads and queries. */
+/* Scratch of one thread: of a backward pass over tiles of keys, and the sums of an item (keys, rows), in double precision: they
+ * may run over all batch rows, heads and queries. */
 static ptrdiff_t FMHA_NAME(mask_gradient_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(backward_memory) *m, double **sums)
 {
     ptrdiff_t used = FMHA_NAME(backward_layout)(p, BLOCK_ROWS, 1, memory, m);
@@ -37,7 +37,8 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
     const fmha_item item = fmha_item_of(&run->cut, index);
     const ptrdiff_t *stride = run->grad_mask.stride, group = p->H / p->Hkv;
     const ptrdiff_t key_step = stride[3] ? BLOCK_ROWS : 0, row_step = stride[2] ? 1 : 0;
-    ptrdiff_t b0 = stride[0] ? item.b : 0, b1 = stride[0] ? item.b + 1 : p->B, h0 = stride[1] ? item.h : 0, h1 = stride[1] ? item.h + 1 : p->H;
+    ptrdiff_t b0 = stride[0] ? item.b : 0, b1 = stride[0] ? item.b + 1 : p->B, h0 = stride[1] ? item.h : 0,
+            h1 = stride[1] ? item.h + 1 : p->H;
     ptrdiff_t i0 = row_step ? item.i0 : 0, i1 = row_step ? item.i0 + item.rows : p->Lq;
     ptrdiff_t j0 = key_step ? item.j0 : 0, j1 = key_step ? item.j0 + item.cols : p->Lk;
     FMHA_NAME(backward) w = {.run = run};

@@ -1,12 +1,12 @@
-/* Products on matrix tiles: tiles of 16 rows of 64 bytes, in registers of their own where the CPU has AMX; where it has no more than
- * AVX-512's products of pairs of bfloat16 numbers (VDPBF16PS), 16 vectors are a tile of sums.
+/* Products on matrix tiles: tiles of 16 rows of 64 bytes, in registers of their own where the CPU has AMX; where it has no more
+ * than AVX-512's products of pairs of bfloat16 numbers (VDPBF16PS), 16 vectors are a tile of sums.
  *
- * An operand is packed in tiles, each 1 KB in one piece, as bfloat16 parts: its first part is x rounded to bfloat16, the next what
- * that leaves, rounded, and so on; a product of operands of so many parts is the sum of the products of parts i and j with
- * i + j < parts. Sums are float32. As first operand a tile holds 16 rows of 32 terms of the sum; as second one 16 pairs of terms,
- * of each the two of 16 columns side by side. A sum runs over its tiles in their order, and in a tile as the unit does it: AMX even
- * terms and odd terms apart, one after the other, then both added to what was there; vectors pair after pair, and all tiles of a product
- * before they are added to what was there. Subnormal operands and results count as 0.
+ * An operand is packed in tiles, each 1 KB in one piece, as bfloat16 parts: its first part is x rounded to bfloat16, the next
+ * what that leaves, rounded, and so on; a product of operands of so many parts is the sum of the products of parts i and j with
+ * i + j < parts. Sums are float32. As first operand a tile holds 16 rows of 32 terms of the sum; as second one 16 pairs of
+ * terms, of each the two of 16 columns side by side. A sum runs over its tiles in their order, and in a tile as the unit does
+ * it: AMX even terms and odd terms apart, one after the other, then both added to what was there; vectors pair after pair, and
+ * all tiles of a product before they are added to what was there. Subnormal operands and results count as 0.
  *
  * FMHA_TILE_UNIT: there are registers for tiles. FMHA_BFLOAT_UNIT: AVX-512 rounds to bfloat16 and multiplies pairs of it. */
 
@@ -294,16 +294,18 @@ INLINED void FMHA_NAME(source_row)(const int type, const int parts, const FMHA_N
     }
 }
 
-/* The four ways in which an operand x (rows, width) is packed. As first operand: its rows along (rows along the tile's rows, the sum
- * over its columns), or its columns (x^T: the sum over its rows); as second: x^T (the sum over its columns), or x (over its rows). */
+/* The four ways in which an operand x (rows, width) is packed. As first operand: its rows along (rows along the tile's rows, the
+ * sum over its columns), or its columns (x^T: the sum over its rows); as second: x^T (the sum over its columns), or x (over its
+ * rows). */
 enum { FMHA_NAME(first), FMHA_NAME(first_transposed), FMHA_NAME(second_transposed), FMHA_NAME(second) };
 
 #define LARGE_PART POWER(55)    /* sums of so many products of such numbers are far from overflow */
 #define LARGE_BITS ((127 + 55) << 7)        /* its bits as bfloat16 */
 
-/* tile (16), and next (16) behind its columns, <- rows i to i+32 of x from element d on, two side by side: store: into memory, at `to` and
- * `halves` - 1 tiles `step` apart. whole: all of these are there, and PAIRS_TOGETHER pairs from `pair` on are taken. */
-INLINED void FMHA_NAME(interleaved_rows)(const int type, const int parts, const int whole, const int store, int pair, const FMHA_NAME(source) *x,
+/* tile (16), and next (16) behind its columns, <- rows i to i+32 of x from element d on, two side by side: store: into memory,
+ * at `to` and `halves` - 1 tiles `step` apart. whole: all of these are there, and PAIRS_TOGETHER pairs from `pair` on are taken. */
+INLINED void FMHA_NAME(interleaved_rows)(const int type, const int parts, const int whole, const int store, int pair,
+                                         const FMHA_NAME(source) *x,
                                          ptrdiff_t i, ptrdiff_t d, int halves, FMHA_NAME(row) tile[][2][TILE_ROWS], uint16_t *to,
                                          ptrdiff_t step, ptrdiff_t plane, FMHA_NAME(row) *largest)
 {
@@ -336,8 +338,8 @@ INLINED void FMHA_NAME(interleaved_rows)(const int type, const int parts, const 
     }
 }
 
-/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart; rows of zeros
- * up to a multiple of 32. Returns whether some number is not finite or as large as LARGE_PART. */
+/* to <- x as `way` says: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, its parts `plane` elements apart; rows of
+ * zeros up to a multiple of 32. Returns whether some number is not finite or as large as LARGE_PART. */
 INLINED int FMHA_NAME(pack_as)(const int type, const int parts, const int way, const FMHA_NAME(source) *x, ptrdiff_t step, uint16_t *to,
                                ptrdiff_t plane)
 {
@@ -375,7 +377,8 @@ INLINED int FMHA_NAME(pack_as)(const int type, const int parts, const int way, c
                 for (int half = 0; half < halves; half++) {
                     FMHA_NAME(transpose_words)(tile[p][half]);
 #pragma GCC unroll 16
-                    for (int r = 0; r < TILE_ROWS; r++) r_store(at + p * plane + half * step * TILE_SIZE + r * TILE_TERMS, tile[p][half][r]);
+                    for (int r = 0; r < TILE_ROWS; r++)
+                        r_store(at + p * plane + half * step * TILE_SIZE + r * TILE_TERMS, tile[p][half][r]);
                 }
         }
     }
@@ -397,7 +400,8 @@ PACK_WAY(pack_first_transposed, FMHA_NAME(first_transposed))
 PACK_WAY(pack_second_transposed, FMHA_NAME(second_transposed))
 PACK_WAY(pack_second, FMHA_NAME(second))
 
-/* An operand in tiles: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, parts `plane` elements apart, `parts` of them. */
+/* An operand in tiles: tile (i, k) of outer and sum at (i * step + k) * TILE_SIZE, parts `plane` elements apart, `parts` of
+ * them. */
 typedef struct {
     const uint16_t *tiles;
     ptrdiff_t step, plane;
@@ -465,8 +469,8 @@ static int FMHA_NAME(find_odd)(int type, const FMHA_NAME(source) *x, const FMHA_
 
 /* ------------------------------------------------------------------------------------------------------------ products */
 
-/* Where the sums of a product go, its `add`: they are those of `sums`; they are added to them; or the sums there go on, as if the terms
- * before were of this product. Registers of tiles always go on. */
+/* Where the sums of a product go, its `add`: they are those of `sums`; they are added to them; or the sums there go on, as if
+ * the terms before were of this product. Registers of tiles always go on. */
 #if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
 enum { FMHA_NAME(begin), FMHA_NAME(add_to), FMHA_NAME(go_on) };
 #else
@@ -476,8 +480,8 @@ enum { FMHA_NAME(begin), FMHA_NAME(add_to), FMHA_NAME(go_on) = FMHA_NAME(add_to)
 #if FMHA_BFLOAT_UNIT && !FMHA_TILE_UNIT
 #define TERM_GRAIN 2        /* terms, or keys, at whose multiples a product may end; it writes the rows that are asked for */
 
-/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b, in the order that `add` says, over so many pairs of terms,
- * of some rows of a tile of a and of one or two tiles of b. */
+/* sums (rows, vectors of 16), of which `kept` rows, <- (add ? sums : 0) + a @ b, in the order that `add` says, over so many
+ * pairs of terms, of some rows of a tile of a and of one or two tiles of b. */
 INLINED void FMHA_NAME(pair_products)(const int a_parts, const int b_parts, const int rows, const int vectors, const int add,
                                       ptrdiff_t kept, ptrdiff_t pairs, const uint16_t *a, ptrdiff_t a_plane, const uint16_t *b,
                                       ptrdiff_t b_plane, ptrdiff_t b_step, float *sums, ptrdiff_t ld)
@@ -588,7 +592,8 @@ INLINED void FMHA_NAME(tile_product_of)(const int a_parts, const int b_parts, co
     t_begin();
     for (ptrdiff_t i = 0; i < rows; i += 2 * TILE_ROWS)
         for (ptrdiff_t j = 0; j < columns; j += 2 * TILE_ROWS) {
-            const uint16_t *from_a = a->tiles + i / TILE_ROWS * a->step * TILE_SIZE, *from_b = b->tiles + j / TILE_ROWS * b->step * TILE_SIZE;
+            const uint16_t *from_a = a->tiles + i / TILE_ROWS * a->step * TILE_SIZE,
+                    *from_b = b->tiles + j / TILE_ROWS * b->step * TILE_SIZE;
             float *to = sums + i * ld + j;
 #define BLOCK(many, wide) FMHA_NAME(tile_block)(a_parts, b_parts, many, wide, add, depth, from_a, a, from_b, b, to, ld)
             if (rows - i > TILE_ROWS && columns - j > TILE_ROWS) BLOCK(2, 2);
@@ -601,8 +606,8 @@ INLINED void FMHA_NAME(tile_product_of)(const int a_parts, const int b_parts, co
 }
 #endif
 
-/* sums (rows, columns) <- (add ? sums : 0) + a (rows, terms) @ b (terms, columns), columns a multiple of 16. On tiles of a unit rows and
- * terms are whole tiles of what the operands hold, and so are the sums that are written. */
+/* sums (rows, columns) <- (add ? sums : 0) + a (rows, terms) @ b (terms, columns), columns a multiple of 16. On tiles of a unit
+ * rows and terms are whole tiles of what the operands hold, and so are the sums that are written. */
 static __attribute__((noinline)) void FMHA_NAME(tile_product)(int add, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t terms,
     const FMHA_NAME(operand) *a, const FMHA_NAME(operand) *b, float *sums, ptrdiff_t ld)
 {
@@ -640,7 +645,8 @@ static void FMHA_NAME(store_sums)(int type, ptrdiff_t rows, ptrdiff_t columns, c
 
 /* Minimax fits of 2^x over |x| <= 1/2, relative errors 7.5e-5 and 7.5e-8: little beside what the parts leave out. */
 static const float FMHA_NAME(power_fit_1)[] = {0x1.fff692p-1f, 0x1.62f31ap-1f, 0x1.f0de1ap-3f, 0x1.c3f760p-5f};
-static const float FMHA_NAME(power_fit_2)[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f, 0x1.5c08e6p-10f};
+static const float FMHA_NAME(power_fit_2)[] = {0x1.000002p+0f, 0x1.62e428p-1f, 0x1.ebf918p-3f, 0x1.c6b6e4p-5f, 0x1.3d0c52p-7f,
+                                               0x1.5c08e6p-10f};
 #define POWER_LOW -126.25f      /* the power of it is subnormal, so that it and all below count as 0 */
 
 INLINED void FMHA_NAME(power_fit)(const int parts, const int n, const VEC *x, VEC *y)
@@ -667,8 +673,8 @@ INLINED void FMHA_NAME(powers)(const int parts, const int n, VEC *x)
     EACH(i) x[i] = FMHA_NAME(scaled)(y[i], whole[i]);
 }
 
-/* x <- 2^(x * factor - shift) of n numbers that are no NaN, shift whole numbers; those below `least` = (shift + POWER_LOW) / factor
- * count as that: subnormal. The power's whole part is added to the exponent's bits. */
+/* x <- 2^(x * factor - shift) of n numbers that are no NaN, shift whole numbers; those below `least` = (shift + POWER_LOW) /
+ * factor count as that: subnormal. The power's whole part is added to the exponent's bits. */
 INLINED void FMHA_NAME(shifted_powers)(const int parts, const int n, VEC *x, VEC factor, const VEC *shift, const VEC *least, const int of)
 {
     VEC whole[8], y[8];

@@ -1,11 +1,11 @@
 /* The "tiled" algorithm on matrix tiles, backward: as backward.inc.h, of whose items (backward_items.inc.h) it is part.
  *
- * With lse saved: P^T = exp(S^T - lse), dP^T = v @ dO^T, dS^T = P^T (dP^T - delta). P^T and dS^T are made in float32 and leave as
- * operands: as first ones of dV and dK, whose sums run over queries, and dS^T as second one of dQ^T, whose sum runs over keys; of bfloat16
- * there in two parts, since its rounding is most of the error of grad_q (rms 0.7 of that of one part). Keys and
- * values are packed first, then q and grad_out, of heads that are split in passes of their own; that of rows also finds the rows that are left to backward.inc.h: those odd as in
- * matrix_forward.inc.h, by grad_out and lse too, and those whose |lse| is so large that their own sums are taken. In tiles they count
- * as zeros. */
+ * With lse saved: P^T = exp(S^T - lse), dP^T = v @ dO^T, dS^T = P^T (dP^T - delta). P^T and dS^T are made in float32 and leave
+ * as operands: as first ones of dV and dK, whose sums run over queries, and dS^T as second one of dQ^T, whose sum runs over
+ * keys; of bfloat16 there in two parts, since its rounding is most of the error of grad_q (rms 0.7 of that of one part). Keys
+ * and values are packed first, then q and grad_out, of heads that are split in passes of their own; that of rows also finds the
+ * rows that are left to backward.inc.h: those odd as in matrix_forward.inc.h, by grad_out and lse too, and those whose |lse| is
+ * so large that their own sums are taken. In tiles they count as zeros. */
 
 /* What all items share of a chunk of keys. */
 typedef struct {
@@ -14,8 +14,9 @@ typedef struct {
     FMHA_NAME(chunk_facts) *facts;
 } FMHA_NAME(gradient_chunk);
 
-/* Of a block of rows: q and grad_out as operands of S^T and dP^T, and of dK and dV; of each row what P^T takes off its scores, lse as
- * it came, delta; which rows are odd, a bit each; where there is an additive mask and none is, the powers of q and grad_out. */
+/* Of a block of rows: q and grad_out as operands of S^T and dP^T, and of dK and dV; of each row what P^T takes off its scores,
+ * lse as it came, delta; which rows are odd, a bit each; where there is an additive mask and none is, the powers of q and
+ * grad_out. */
 typedef struct {
     FMHA_NAME(operand) q, grad_out, q_down, grad_out_down;
     REAL *shift, *lse, *delta, *powers;
@@ -45,7 +46,8 @@ static ptrdiff_t FMHA_NAME(gradient_chunk_layout)(const fmha_problem *p, char *m
 
 static ptrdiff_t FMHA_NAME(gradient_rows_layout)(const fmha_problem *p, char *memory, FMHA_NAME(gradient_rows) *to)
 {
-    const ptrdiff_t width = ROUND_UP(p->D, TILE_TERMS), value_width = ROUND_UP(p->Dv, TILE_TERMS), of_reals = BLOCK_ROWS * (ptrdiff_t)sizeof(REAL);
+    const ptrdiff_t width = ROUND_UP(p->D, TILE_TERMS), value_width = ROUND_UP(p->Dv, TILE_TERMS),
+            of_reals = BLOCK_ROWS * (ptrdiff_t)sizeof(REAL);
     const int parts = FMHA_NAME(parts_of)(p->parts, p->element);
     ptrdiff_t used = 0;
     to->q = FMHA_NAME(take_operand)(memory, &used, parts, BLOCK_ROWS, width);
@@ -103,8 +105,10 @@ static void FMHA_NAME(gradient_pack_keys)(void *context, ptrdiff_t index, int wo
     FMHA_NAME(gradient_chunk) chunk;
     (void)worker;
     FMHA_NAME(gradient_chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
-    FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
-    FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
+    FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2],
+                              .rows = item.cols, .width = p->D};
+    FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2],
+                                .rows = item.cols, .width = p->Dv};
     chunk.facts->some_odd = 0;
     for (int again = 0; again < 2; again++) {
         int large = FMHA_NAME(pack_operand)(FMHA_NAME(first), p->stored, &keys, &chunk.keys);
@@ -150,7 +154,8 @@ static void FMHA_NAME(gradient_pack_rows)(void *context, ptrdiff_t index, int wo
                                    : FMHA_NAME(row_product)(FMHA_SAME, p->Dv, g[r], o);
         if (FMHA_NAME(is_idle)(p, g[r], delta, lse)) continue;
         if (lse == NEGATIVE_INFINITY) to.lse[r] = (REAL)INFINITY;
-        if ((lse != NEGATIVE_INFINITY && !(lse < HUGE_LSE && lse > -HUGE_LSE)) || !(delta < HUGE_POWER && delta > -HUGE_POWER)) odd |= (uint64_t)1 << r;
+        if ((lse != NEGATIVE_INFINITY && !(lse < HUGE_LSE && lse > -HUGE_LSE)) || !(delta < HUGE_POWER
+                && delta > -HUGE_POWER)) odd |= (uint64_t)1 << r;
         else if (lse != NEGATIVE_INFINITY) to.shift[r] = natural ? lse : lse * (REAL)LOG2_E;
     }
     const FMHA_NAME(source) of_q = {.row = q, .rows = block.rows, .width = p->D, .left_out = left_out};
@@ -206,8 +211,8 @@ static ptrdiff_t FMHA_NAME(gradient_scratch)(const fmha_problem *p, int mode, pt
     return operands + FMHA_NAME(backward_scratch)(p, mode, share) + LANES + FMHA_NAME(gradient_layout)(p, mode, NULL, &unused);
 }
 
-/* Scores and grad_weights (keys, queries), of two vectors of queries or one and keys [low, high), -> P^T and dS^T as operands; keys in
- * pairs. slope: of the softcap, kept: what dropout has drawn, or NULL. */
+/* Scores and grad_weights (keys, queries), of two vectors of queries or one and keys [low, high), -> P^T and dS^T as operands;
+ * keys in pairs. slope: of the softcap, kept: what dropout has drawn, or NULL. */
 INLINED void FMHA_NAME(gradient_operands_of)(const int parts, const int down_parts, const int vectors, const int natural, const int plain,
                                              ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor, const REAL *s, const REAL *g,
                                              const REAL *slope, const REAL *kept, const REAL *shifts, const REAL *deltas, ptrdiff_t v,
@@ -220,7 +225,8 @@ INLINED void FMHA_NAME(gradient_operands_of)(const int parts, const int down_par
         shift[i] = v_load(shifts + (v + i) * LANES);
         delta[i] = v_load(deltas + (v + i) * LANES);
     }
-    uint16_t *first_p = (uint16_t *)m->weights.tiles, *first_d = (uint16_t *)m->grad_scores.tiles, *second_d = (uint16_t *)m->grad_scores_down.tiles;
+    uint16_t *first_p = (uint16_t *)m->weights.tiles, *first_d = (uint16_t *)m->grad_scores.tiles,
+            *second_d = (uint16_t *)m->grad_scores_down.tiles;
     for (ptrdiff_t k = low; k < high; k += 2) {
         VEC p[4], d[4];             /* of key k, then of the next one */
         EACH(i) {
@@ -239,7 +245,8 @@ INLINED void FMHA_NAME(gradient_operands_of)(const int parts, const int down_par
         const ptrdiff_t down = (v * m->grad_scores_down.step + k / TILE_TERMS) * TILE_SIZE + k % TILE_TERMS / 2 * TILE_TERMS;
 #pragma GCC unroll 2
         for (int e = 0; e < 2; e++) {
-            FMHA_NAME(store_parts)(parts, 0, p[e * vectors], vectors > 1 ? p[e * vectors + 1] : zero, first_p + row + e * TILE_TERMS, m->weights.plane);
+            FMHA_NAME(store_parts)(parts, 0, p[e * vectors], vectors > 1 ? p[e * vectors + 1] : zero,
+                                   first_p + row + e * TILE_TERMS, m->weights.plane);
             FMHA_NAME(store_parts)(parts, 0, d[e * vectors], vectors > 1 ? d[e * vectors + 1] : zero, first_d + row + e * TILE_TERMS,
                                    m->grad_scores.plane);
         }
@@ -255,8 +262,10 @@ typedef struct {
     ptrdiff_t low[BLOCK_ROWS / TILE_TERMS], high[BLOCK_ROWS / TILE_TERMS];
 } FMHA_NAME(spans);
 
-static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_problem *p, const FMHA_NAME(spans) *keys, ptrdiff_t queries, REAL factor, int natural,
-    const REAL *s, const REAL *g, const REAL *slope, const REAL *kept, const FMHA_NAME(gradient_rows) *rows, const FMHA_NAME(gradient_memory) *m)
+static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_problem *p, const FMHA_NAME(spans) *keys,
+        ptrdiff_t queries, REAL factor, int natural,
+    const REAL *s, const REAL *g, const REAL *slope, const REAL *kept, const FMHA_NAME(gradient_rows) *rows,
+            const FMHA_NAME(gradient_memory) *m)
 {
     for (ptrdiff_t v = 0; v * LANES < queries; v += 2) {
         const int two = (v + 1) * LANES < queries, plain = !natural && !slope && !kept;
@@ -276,9 +285,10 @@ static __attribute__((noinline)) void FMHA_NAME(gradient_operands)(const fmha_pr
     }
 }
 
-/* sums (keys, width) <- sums + x (keys, rows) @ y (rows, width) of the keys that some of the rows attend, `whole` of them, and of these
- * rows. */
-static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t rows, ptrdiff_t whole, ptrdiff_t width, const FMHA_NAME(operand) *x,
+/* sums (keys, width) <- sums + x (keys, rows) @ y (rows, width) of the keys that some of the rows attend, `whole` of them, and
+ * of these rows. */
+static void FMHA_NAME(add_by_keys)(const FMHA_NAME(spans) *keys, ptrdiff_t rows, ptrdiff_t whole, ptrdiff_t width,
+                                   const FMHA_NAME(operand) *x,
                                    const FMHA_NAME(operand) *y, REAL *sums)
 {
     const ptrdiff_t depth = (rows + TILE_TERMS - 1) / TILE_TERMS;
@@ -307,7 +317,8 @@ static void FMHA_NAME(leave_out_on_tiles)(const fmha_problem *p, FMHA_NAME(rows)
 {
     ptrdiff_t from[BLOCK_ROWS], to[BLOCK_ROWS];
     REAL least = (REAL)INFINITY, most;
-    if (!block->additive || FMHA_NAME(rescored)(p) || *rows->odd || FMHA_NAME(low_runs)(p, block, *low, *high, 1, from, to, &most) <= 0) return;
+    if (!block->additive || FMHA_NAME(rescored)(p) || *rows->odd || FMHA_NAME(low_runs)(p, block, *low, *high, 1, from, to,
+            &most) <= 0) return;
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (rows->shift[r] < least) least = rows->shift[r];
     least += (REAL)EXP_ZERO;
@@ -318,15 +329,18 @@ static void FMHA_NAME(leave_out_on_tiles)(const fmha_problem *p, FMHA_NAME(rows)
     if (block->j1 < *high) *high = block->j1;
 }
 
-/* One block against keys [low, high) of a tile that begins at key j: adds to the tile's grad_v (keys, Dv) and grad_k (keys, D) and to
- * grad_q^T (D, queries), at its turn. */
+/* One block against keys [low, high) of a tile that begins at key j: adds to the tile's grad_v (keys, Dv) and grad_k (keys, D)
+ * and to grad_q^T (D, queries), at its turn. */
 static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(gradient_chunk) *chunk,
-    const FMHA_NAME(gradient_rows) *rows, const FMHA_NAME(backward_memory) *w, const FMHA_NAME(gradient_memory) *m, ptrdiff_t j, ptrdiff_t low,
+    const FMHA_NAME(gradient_rows) *rows, const FMHA_NAME(backward_memory) *w, const FMHA_NAME(gradient_memory) *m,
+            ptrdiff_t j, ptrdiff_t low,
     ptrdiff_t high, REAL *grad_k, REAL *grad_v, REAL *grad_q, const FMHA_NAME(turn) *turn)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t skip = (low - j) / TILE_TERMS * TILE_TERMS, n = high - j - skip, whole = ROUND_UP(n, TERM_GRAIN), queries = block->queries;
-    const ptrdiff_t columns = queries / LANES, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES), depth = (queries + TILE_TERMS - 1) / TILE_TERMS;
+    const ptrdiff_t skip = (low - j) / TILE_TERMS * TILE_TERMS, n = high - j - skip, whole = ROUND_UP(n, TERM_GRAIN),
+            queries = block->queries;
+    const ptrdiff_t columns = queries / LANES, width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES),
+            depth = (queries + TILE_TERMS - 1) / TILE_TERMS;
     const int natural = FMHA_NAME(natural_scores)(p);
     REAL *s = w->scores, *g = w->grad_scores, *slope = p->softcap != 0 ? w->slopes : NULL, *kept = p->dropout.factor != 0 ? w->kept : NULL;
     int touched = FMHA_NAME(touched)(block, j + skip, n);
@@ -344,8 +358,10 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
         const ptrdiff_t from = skip + attended.low[t], many = attended.high[t] - attended.low[t];
         const ptrdiff_t wide = banded ? TWO_GROUPS(queries, 2 * t) * TILE_ROWS : queries;
         const ptrdiff_t at = attended.low[t] * queries + t * TILE_TERMS;
-        const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&chunk->keys, from / TILE_ROWS, 0), q = FMHA_NAME(operand_at)(&rows->q, 2 * t, 0);
-        const FMHA_NAME(operand) values = FMHA_NAME(operand_at)(&chunk->values, from / TILE_ROWS, 0), grad_out = FMHA_NAME(operand_at)(&rows->grad_out, 2 * t, 0);
+        const FMHA_NAME(operand) keys = FMHA_NAME(operand_at)(&chunk->keys, from / TILE_ROWS, 0),
+                q = FMHA_NAME(operand_at)(&rows->q, 2 * t, 0);
+        const FMHA_NAME(operand) values = FMHA_NAME(operand_at)(&chunk->values, from / TILE_ROWS, 0),
+                grad_out = FMHA_NAME(operand_at)(&rows->grad_out, 2 * t, 0);
         /* scores^T (keys, queries) <- k (keys, D) @ q^T (D, queries) */
         FMHA_NAME(tile_product)(0, many, wide, p->D, &keys, &q, s + at, queries);
         /* grad_weights^T (keys, queries) <- v (keys, Dv) @ grad_out^T (Dv, queries) */
@@ -371,7 +387,8 @@ static void FMHA_NAME(matrix_gradients)(const fmha_run *run, FMHA_NAME(rows) *bl
     for (ptrdiff_t t = 0; t < times; t++) {
         const ptrdiff_t low = attended.low[t] / TILE_TERMS, terms = attended.high[t] - attended.low[t];
         const ptrdiff_t wide = banded ? TWO_GROUPS(queries, 2 * t) * TILE_ROWS : queries;
-        const FMHA_NAME(operand) across = FMHA_NAME(operand_at)(&chunk->keys_across, 0, skip / TILE_TERMS + low), down = FMHA_NAME(operand_at)(&m->grad_scores_down, 2 * t, low);
+        const FMHA_NAME(operand) across = FMHA_NAME(operand_at)(&chunk->keys_across, 0, skip / TILE_TERMS + low),
+                down = FMHA_NAME(operand_at)(&m->grad_scores_down, 2 * t, low);
         FMHA_NAME(tile_product)(1, width, wide, terms, &across, &down, grad_q + t * TILE_TERMS, queries);
     }
 }

@@ -1,12 +1,13 @@
-/* The "tiled" algorithm on matrix tiles, forward: as forward.inc.h, with the products of matrix.inc.h and exponentials of base 2.
+/* The "tiled" algorithm on matrix tiles, forward: as forward.inc.h, with the products of matrix.inc.h and exponentials of base
+ * 2.
  *
  * Keys and values are packed chunk after chunk of a head's keys, for all blocks of rows, by the item that a head is or, where
- * blocks of rows are items, in a pass of its own: keys as first operand of S^T (keys, queries) <- k @ q^T, values as that of out^T (Dv, queries) <- v^T @ P^T. Scores lie as in block.inc.h, which
- * masks them; the softmax leaves P^T as second operand.
+ * blocks of rows are items, in a pass of its own: keys as first operand of S^T (keys, queries) <- k @ q^T, values as that of
+ * out^T (Dv, queries) <- v^T @ P^T. Scores lie as in block.inc.h, which masks them; the softmax leaves P^T as second operand.
  *
- * What tiles cannot do is done by forward.inc.h, row by row: rows whose queries, or one of whose keys or values, are not finite or
- * beyond LARGE_PART, rows whose scores or sums are, and rows so small that subnormal numbers count. What is such counts as zeros in
- * the tiles: nothing of it reaches another row. A row's bits depend on its own numbers, as everywhere. */
+ * What tiles cannot do is done by forward.inc.h, row by row: rows whose queries, or one of whose keys or values, are not finite
+ * or beyond LARGE_PART, rows whose scores or sums are, and rows so small that subnormal numbers count. What is such counts as
+ * zeros in the tiles: nothing of it reaches another row. A row's bits depend on its own numbers, as everywhere. */
 
 #define TWO_GROUPS(queries, g) ((queries) / TILE_ROWS - (g) > 1 ? 2 : 1)     /* of queries, from group g on */
 #define FAR_SCORE POWER(18)     /* in powers of 2: where the steps of such numbers are small still */
@@ -19,15 +20,15 @@ static inline ptrdiff_t FMHA_NAME(matrix_keys)(const fmha_problem *p)
 
 static inline int FMHA_NAME(parts_of)(int parts, int type) { return type == FMHA_BFLOAT ? 1 : parts; }
 
-/* What is known of a chunk beside its operands: whether some key is odd; where there is an additive mask, the powers of its keys and values, or
- * infinity where some are odd. */
+/* What is known of a chunk beside its operands: whether some key is odd; where there is an additive mask, the powers of its keys
+ * and values, or infinity where some are odd. */
 typedef struct {
     int some_odd;
     REAL keys, values;
 } FMHA_NAME(chunk_facts);
 
-/* What all blocks of rows share of a chunk: keys and values as operands; of each key whether it is odd: it or its value is not finite
- * or too large. */
+/* What all blocks of rows share of a chunk: keys and values as operands; of each key whether it is odd: it or its value is not
+ * finite or too large. */
 typedef struct {
     FMHA_NAME(operand) keys, values;
     unsigned char *odd;
@@ -80,14 +81,16 @@ static fmha_cut FMHA_NAME(matrix_cut)(const fmha_problem *p, ptrdiff_t first)
     return cut;
 }
 
-static void FMHA_NAME(set_powers)(const fmha_problem *p, const FMHA_NAME(source) *keys, const FMHA_NAME(source) *values, FMHA_NAME(chunk_facts) *to)
+static void FMHA_NAME(set_powers)(const fmha_problem *p, const FMHA_NAME(source) *keys, const FMHA_NAME(source) *values,
+                                  FMHA_NAME(chunk_facts) *to)
 {
     if (!p->additive_mask.data) return;
     to->keys = to->some_odd ? (REAL)INFINITY : FMHA_NAME(source_power)(p->stored, keys);
     to->values = to->some_odd ? (REAL)INFINITY : FMHA_NAME(source_power)(p->stored, values);
 }
 
-/* The power of queries as drowned_scores asks for it: times scale, and as much more as parts may differ from what they are parts of. */
+/* The power of queries as drowned_scores asks for it: times scale, and as much more as parts may differ from what they are parts
+ * of. */
 static inline REAL FMHA_NAME(scaled_power)(const fmha_problem *p, REAL power) { return power * (REAL)(1.05 * p->scale * p->scale); }
 
 /* Item: a chunk of keys of a head is packed. */
@@ -99,8 +102,10 @@ static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(matrix_chunk) chunk;
     (void)worker;
     FMHA_NAME(chunk_at)(run, item.b, item.h, item.j0 / MATRIX_KEYS, &chunk);
-    FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2], .rows = item.cols, .width = p->D};
-    FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2], .rows = item.cols, .width = p->Dv};
+    FMHA_NAME(source) keys = {.data = FMHA_NAME(stored_row)(p, &p->k, item.b, item.h, item.j0), .stride = p->k.stride[2],
+                              .rows = item.cols, .width = p->D};
+    FMHA_NAME(source) values = {.data = FMHA_NAME(stored_row)(p, &p->v, item.b, item.h, item.j0), .stride = p->v.stride[2],
+                                .rows = item.cols, .width = p->Dv};
     chunk.facts->some_odd = 0;
     for (int again = 0; again < 2; again++) {
         int large = FMHA_NAME(pack_operand)(FMHA_NAME(first), p->stored, &keys, &chunk.keys);
@@ -112,8 +117,8 @@ static void FMHA_NAME(matrix_pack)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(set_powers)(p, &keys, &values, chunk.facts);
 }
 
-/* Scratch of one thread: q as second operand; scores^T (keys, queries); P^T as second operand; sums of out^T (Dv, queries); of each
- * query peak, total and what its sums shrink by. */
+/* Scratch of one thread: q as second operand; scores^T (keys, queries); P^T as second operand; sums of out^T (Dv, queries); of
+ * each query peak, total and what its sums shrink by. */
 typedef struct {
     FMHA_NAME(operand) q, weights;
     REAL *scores, *out, *peak, *total, *shrink;
@@ -151,18 +156,18 @@ static ptrdiff_t FMHA_NAME(matrix_scratch)(const fmha_problem *p, int heads, int
            + (weights ? FMHA_NAME(weights_scratch)(p) : FMHA_NAME(forward_scratch)(p));
 }
 
-/* Where the scores are what is masked, and natural logarithms of the weights up to a shift; else they are products of q and k, and
- * the scale goes into the exponent's factor. */
+/* Where the scores are what is masked, and natural logarithms of the weights up to a shift; else they are products of q and k,
+ * and the scale goes into the exponent's factor. */
 static inline int FMHA_NAME(natural_scores)(const fmha_problem *p)
 {
     return FMHA_NAME(rescored)(p) || p->additive_mask.data || !(p->scale >= 0x1p-20 && p->scale <= 0x1p20);
 }
 
-/* The online softmax of some groups of queries over keys [low, high) of a tile, even numbers: P^T into `to` as second operand, peak
- * and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers of 2, the
- * peak their largest, so that the weight that outweighs the others is 1 and loses nothing as it is rounded; of two parts a whole number,
- * so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T stays in s and is not packed.
- * `pairs` of keys at a time. Returns whether some row shrinks. */
+/* The online softmax of some groups of queries over keys [low, high) of a tile, even numbers: P^T into `to` as second operand,
+ * peak and total kept up to date, shrink: what all that was summed before must be multiplied by. Scores times factor are powers
+ * of 2, the peak their largest, so that the weight that outweighs the others is 1 and loses nothing as it is rounded; of two
+ * parts a whole number, so that shrinking is exact; natural: the peak is the largest score itself, however large. kept: P^T
+ * stays in s and is not packed. `pairs` of keys at a time. Returns whether some row shrinks. */
 INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, const int pairs, const int natural, const int kept,
                                          ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, REAL factor, REAL *s, uint16_t *to,
                                          const FMHA_NAME(operand) *weights, REAL *peak, REAL *total, REAL *shrink)
@@ -186,7 +191,8 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
                 best[i] = v_round_up(best[i]);
 #else
                 VEC near = (best[i] + v_splat(EXP_MAGIC)) - v_splat(EXP_MAGIC);
-                best[i] = v_select(v_greater(v_splat(POWER(22)), v_abs(best[i])), v_select(v_greater(best[i], near), near + v_splat(1), near), best[i]);
+                best[i] = v_select(v_greater(v_splat(POWER(22)), v_abs(best[i])), v_select(v_greater(best[i], near),
+                        near + v_splat(1), near), best[i]);
 #endif
             }
             best[i] = v_max(before[i], best[i]);
@@ -235,7 +241,8 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
 #pragma GCC unroll 4
             for (int g = 0; !kept && g < n; g++) {
                 ptrdiff_t own = k + 2 * (g / groups);
-                FMHA_NAME(store_parts)(parts, 1, even[g], odd[g], to + (g % groups * weights->step + own / TILE_TERMS) * TILE_SIZE + own % TILE_TERMS / 2 * TILE_TERMS,
+                FMHA_NAME(store_parts)(parts, 1, even[g], odd[g],
+                        to + (g % groups * weights->step + own / TILE_TERMS) * TILE_SIZE + own % TILE_TERMS / 2 * TILE_TERMS,
                                        weights->plane);
             }
         }
@@ -245,7 +252,8 @@ INLINED int FMHA_NAME(matrix_softmax_of)(const int parts, const int groups, cons
 }
 
 /* P^T of one group of queries, keys [low, high) of s, into its operand. */
-static void FMHA_NAME(pack_weights)(int parts, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, const REAL *s, uint16_t *to, ptrdiff_t plane)
+static void FMHA_NAME(pack_weights)(int parts, ptrdiff_t low, ptrdiff_t high, ptrdiff_t queries, const REAL *s, uint16_t *to,
+                                    ptrdiff_t plane)
 {
     for (ptrdiff_t k = low; k < high; k += 2) {
         VEC a = v_load(s + k * queries), b = v_load(s + (k + 1) * queries);
@@ -266,8 +274,8 @@ static void FMHA_NAME(clear_weights)(const FMHA_NAME(operand) *weights, ptrdiff_
 }
 
 /* Of all groups of queries the keys of their spans, of `whole` ones; returns whether some row shrinks. */
-static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(rows) *block, int banded, int natural, int kept, ptrdiff_t whole,
-    REAL factor, const FMHA_NAME(matrix_memory) *m)
+static __attribute__((noinline)) int FMHA_NAME(matrix_softmax)(const FMHA_NAME(rows) *block, int banded, int natural, int kept,
+                                                               ptrdiff_t whole, REAL factor, const FMHA_NAME(matrix_memory) *m)
 {
     const FMHA_NAME(operand) *weights = &m->weights;
     const ptrdiff_t queries = block->queries, groups = queries / TILE_ROWS;
@@ -322,8 +330,8 @@ static uint64_t FMHA_NAME(odd_rows)(const fmha_problem *p, const FMHA_NAME(rows)
     return rows;
 }
 
-/* Of a block, the keys [j, j + n) of the chunk that begins at `start`: `whole` with what products add to them, scored and masked; banded: not all groups
- * of queries attend all. */
+/* Of a block, the keys [j, j + n) of the chunk that begins at `start`: `whole` with what products add to them, scored and
+ * masked; banded: not all groups of queries attend all. */
 typedef struct {
     FMHA_NAME(matrix_chunk) chunk;
     ptrdiff_t start, j, n, whole;
@@ -343,7 +351,8 @@ static inline void FMHA_NAME(span_of_two)(const FMHA_NAME(rows) *block, ptrdiff_
 }
 
 /* part->start says which; returns whether one of the keys is attended, and then there are scores. */
-static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, FMHA_NAME(matrix_part) *part)
+static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m,
+                                    FMHA_NAME(matrix_part) *part)
 {
     const fmha_problem *p = &run->p;
     const ptrdiff_t start = part->start, queries = block->queries;
@@ -364,7 +373,8 @@ static int FMHA_NAME(matrix_scores)(const fmha_run *run, FMHA_NAME(rows) *block,
     for (ptrdiff_t g = 0, low, high; part->banded && g < queries / TILE_ROWS; g += 2) {
         FMHA_NAME(span_of_two)(block, g, whole, &low, &high);
         const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&keys, low / TILE_ROWS, 0), b = FMHA_NAME(operand_at)(&m->q, g, 0);
-        FMHA_NAME(tile_product)(0, high - low, TWO_GROUPS(queries, g) * TILE_ROWS, p->D, &a, &b, s + low * queries + g * TILE_ROWS, queries);
+        FMHA_NAME(tile_product)(0, high - low, TWO_GROUPS(queries, g) * TILE_ROWS, p->D, &a, &b,
+                                s + low * queries + g * TILE_ROWS, queries);
     }
     if (FMHA_NAME(natural_scores)(p))
         for (ptrdiff_t e = 0; e < n * queries; e += LANES) v_store(s + e, v_load(s + e) * (REAL)p->scale);
@@ -403,24 +413,29 @@ static uint64_t FMHA_NAME(matrix_block)(const fmha_run *run, FMHA_NAME(rows) *bl
         }
         /* out^T (Dv, queries) <- shrink * out^T + v^T (Dv, keys) @ P^T (keys, queries) */
         for (ptrdiff_t d = 0; begun && moved && d < value_width; d++)
-            for (ptrdiff_t q = 0; q < queries; q += LANES) v_store(out + d * queries + q, v_load(out + d * queries + q) * v_load(m->shrink + q));
+            for (ptrdiff_t q = 0; q < queries; q += LANES)
+                v_store(out + d * queries + q, v_load(out + d * queries + q) * v_load(m->shrink + q));
         if (!part.banded) FMHA_NAME(tile_product)(begun, value_width, queries, part.whole, &values, &m->weights, out, queries);
         for (ptrdiff_t g = 0, low, high; part.banded && g < groups; g += 2) {
             FMHA_NAME(span_of_two)(block, g, part.whole, &low, &high);
-            const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&values, 0, low / TILE_TERMS), b = FMHA_NAME(operand_at)(&m->weights, g, low / TILE_TERMS);
-            FMHA_NAME(tile_product)(begun, value_width, TWO_GROUPS(queries, g) * TILE_ROWS, high - low, &a, &b, out + g * TILE_ROWS, queries);
+            const FMHA_NAME(operand) a = FMHA_NAME(operand_at)(&values, 0, low / TILE_TERMS),
+                    b = FMHA_NAME(operand_at)(&m->weights, g, low / TILE_TERMS);
+            FMHA_NAME(tile_product)(begun, value_width, TWO_GROUPS(queries, g) * TILE_ROWS, high - low, &a, &b,
+                                    out + g * TILE_ROWS, queries);
         }
         begun = 1;
     }
     if (!begun) memset(out, 0, (size_t)(value_width * queries) * sizeof(REAL));
     for (ptrdiff_t r = 0; r < block->rows; r++)
-        if (!(m->total[r] < FAR_SCORE) || (m->peak[r] != NEGATIVE_INFINITY && !natural && !(m->peak[r] < FAR_SCORE && m->peak[r] > -FAR_SCORE)))
+        if (!(m->total[r] < FAR_SCORE) || (m->peak[r] != NEGATIVE_INFINITY && !natural && !(m->peak[r] < FAR_SCORE
+                && m->peak[r] > -FAR_SCORE)))
             odd |= (uint64_t)1 << r;
     return odd;
 }
 
 /* The powers of the chunks that have keys low .. high of the block's head, to those before. */
-static void FMHA_NAME(add_powers)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t low, ptrdiff_t high, REAL *keys, REAL *values)
+static void FMHA_NAME(add_powers)(const fmha_run *run, const FMHA_NAME(rows) *block, ptrdiff_t low, ptrdiff_t high,
+                                  REAL *keys, REAL *values)
 {
     for (ptrdiff_t n = low / MATRIX_KEYS; n * MATRIX_KEYS < high; n++) {
         FMHA_NAME(matrix_chunk) chunk;
@@ -430,8 +445,8 @@ static void FMHA_NAME(add_powers)(const fmha_run *run, const FMHA_NAME(rows) *bl
     }
 }
 
-/* The same, of a block to which an additive mask says something, without the keys at the ends of each row that this, 0 at the others, probably drowns: see hopeful_block. Returns whether
- * they get nothing; else the block is as before. */
+/* The same, of a block to which an additive mask says something, without the keys at the ends of each row that this, 0 at the
+ * others, probably drowns: see hopeful_block. Returns whether they get nothing; else the block is as before. */
 static int FMHA_NAME(hopeful_matrix_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, uint64_t *odd)
 {
     const fmha_problem *p = &run->p;
@@ -504,7 +519,8 @@ static void FMHA_NAME(matrix_write_weights)(const fmha_run *run, FMHA_NAME(rows)
 }
 
 /* The block's rows of out and lse, but those that are odd. Returns these, and those found to be tiny: a bit each. */
-static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(matrix_memory) *m, uint64_t odd)
+static uint64_t FMHA_NAME(write_matrix_block)(const fmha_run *run, const FMHA_NAME(rows) *block,
+                                              const FMHA_NAME(matrix_memory) *m, uint64_t odd)
 {
     const fmha_problem *p = &run->p;
     const ptrdiff_t queries = block->queries, width = ROUND_UP(p->Dv, TILE_ROWS);

@@ -1,6 +1,7 @@
-/* Products of matrices for the projections on matrix tiles: the first operand is packed first, then slices of the result are summed in
- * float32, finished, and rounded to their element type. The second operand was packed before, as weights are that are kept so, or is packed
- * piece by piece as it is multiplied: of few rows the product costs less than to write all of it to memory and to read it back. */
+/* Products of matrices for the projections on matrix tiles: the first operand is packed first, then slices of the result are
+ * summed in float32, finished, and rounded to their element type. The second operand was packed before, as weights are that are
+ * kept so, or is packed piece by piece as it is multiplied: of few rows the product costs less than to write all of it to memory
+ * and to read it back. */
 
 /* Elements of an operand in tiles with so many rows or columns along the result, and terms of the sum: of one part. */
 static ptrdiff_t FMHA_NAME(tiles_size)(ptrdiff_t outer, ptrdiff_t terms)
@@ -18,14 +19,15 @@ static int FMHA_NAME(pack_tiles)(int is_first, int outer_along, int type, int pa
         .data = (const char *)x + (outer_along ? from : from * stride) * size, .stride = stride, .rows = outer_along ? terms : many,
         .width = outer_along ? many : terms,
     };
-    const FMHA_NAME(operand) operand = {(const uint16_t *)to + from / TILE_ROWS * step * TILE_SIZE, step, FMHA_NAME(tiles_size)(outer, terms), parts};
+    const FMHA_NAME(operand) operand = {(const uint16_t *)to + from / TILE_ROWS * step * TILE_SIZE, step,
+                                        FMHA_NAME(tiles_size)(outer, terms), parts};
     const int way = is_first ? outer_along ? FMHA_NAME(first_transposed) : FMHA_NAME(first)
                              : outer_along ? FMHA_NAME(second) : FMHA_NAME(second_transposed);
     return FMHA_NAME(pack_operand)(way, type, &source, &operand);
 }
 
-/* How much is multiplied at a time: columns whose sums are held, and tiles of terms. Of an operand that is packed meanwhile as many columns
- * as let their sums and what is packed stay in the second cache: its rows are read from memory in long pieces. */
+/* How much is multiplied at a time: columns whose sums are held, and tiles of terms. Of an operand that is packed meanwhile as
+ * many columns as let their sums and what is packed stay in the second cache: its rows are read from memory in long pieces. */
 typedef struct { ptrdiff_t columns, tiles; } FMHA_NAME(gemm_step);
 
 static FMHA_NAME(gemm_step) FMHA_NAME(step_of)(const fmha_tile_product *x)
@@ -61,11 +63,12 @@ static FMHA_NAME(source) FMHA_NAME(raw_part)(const fmha_tile_product *x, ptrdiff
     };
 }
 
-/* c (rows, columns) of an element type <- activation(a @ b + bias) + residual: rows from i0 and columns from j0 on, multiples of 16, of
- * operands of M rows, N columns and K terms. bias is of float32, residual of c's type. Some columns are finished before the next begin:
- * 32, whose sums stay in the first cache, or more where b is raw: of it the terms of a few tiles are packed at a time, in scratch. Returns
- * whether some number of these is not finite or as large as LARGE_PART. */
-static int FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns, void *c, ptrdiff_t ldc,
+/* c (rows, columns) of an element type <- activation(a @ b + bias) + residual: rows from i0 and columns from j0 on, multiples of
+ * 16, of operands of M rows, N columns and K terms. bias is of float32, residual of c's type. Some columns are finished before
+ * the next begin: 32, whose sums stay in the first cache, or more where b is raw: of it the terms of a few tiles are packed at a
+ * time, in scratch. Returns whether some number of these is not finite or as large as LARGE_PART. */
+static int FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdiff_t rows, ptrdiff_t j0, ptrdiff_t columns,
+                                void *c, ptrdiff_t ldc,
                                 const fmha_finish *last, void *scratch)
 {
     const ptrdiff_t step = (x->K + TILE_TERMS - 1) / TILE_TERMS, row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -80,14 +83,16 @@ static int FMHA_NAME(tile_gemm)(const fmha_tile_product *x, ptrdiff_t i0, ptrdif
         const ptrdiff_t many = columns - n < ld ? columns - n : ld;
         for (ptrdiff_t k = 0; k < step; k += at_a_time.tiles) {
             const ptrdiff_t left = x->K - k * TILE_TERMS, terms = left < at_a_time.tiles * TILE_TERMS ? left : at_a_time.tiles * TILE_TERMS;
-            const FMHA_NAME(operand) a = {(const uint16_t *)x->a + (i0 / TILE_ROWS * step + k) * TILE_SIZE, step, FMHA_NAME(tiles_size)(x->M, x->K), x->parts_a};
+            const FMHA_NAME(operand) a = {(const uint16_t *)x->a + (i0 / TILE_ROWS * step + k) * TILE_SIZE, step,
+                                          FMHA_NAME(tiles_size)(x->M, x->K), x->parts_a};
             FMHA_NAME(operand) b = raw;
             if (x->b) {
                 b = (FMHA_NAME(operand)){(const uint16_t *)x->b + ((j0 + n) / TILE_ROWS * step + k) * TILE_SIZE, step,
                                          FMHA_NAME(tiles_size)(x->N, x->K), x->parts_b};
             } else {
                 const FMHA_NAME(source) part = FMHA_NAME(raw_part)(x, j0 + n, many, k * TILE_TERMS, terms);
-                large |= FMHA_NAME(pack_operand)(x->raw_transposed ? FMHA_NAME(second_transposed) : FMHA_NAME(second), x->raw_type, &part, &b);
+                large |= FMHA_NAME(pack_operand)(x->raw_transposed ? FMHA_NAME(second_transposed) : FMHA_NAME(second),
+                                                 x->raw_type, &part, &b);
             }
             for (ptrdiff_t m = 0; m < many; m += TILE_TERMS) {
                 const FMHA_NAME(operand) own = FMHA_NAME(operand_at)(&b, m / TILE_ROWS, 0);

@@ -11,8 +11,9 @@
 
 #define FMHA_LARGE_BYTES (1 << 22)      /* from which on NumPy asks for its arrays, too */
 
-/* Asks for pages of 2 MB, where there are any, under so many bytes that nobody has touched. More than the allocator keeps comes fresh from
- * the system at each call: by pages of 4 KB that can take as long as what is computed there. Nothing depends on the answer. */
+/* Asks for pages of 2 MB, where there are any, under so many bytes that nobody has touched. More than the allocator keeps comes
+ * fresh from the system at each call: by pages of 4 KB that can take as long as what is computed there. Nothing depends on the
+ * answer. */
 static inline void fmha_ask_large_pages(void *memory, size_t bytes)
 {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)

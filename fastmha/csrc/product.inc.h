@@ -4,8 +4,8 @@
 #error "product_of has cases for register tiles of 2 and of 4 vectors"
 #endif
 
-/* Results of a product: their width; where 0 times each sum is added up, which is not 0 where one is not finite; and rows that are fetched
- * for later, one beside each row, or NULL. */
+/* Results of a product: their width; where 0 times each sum is added up, which is not 0 where one is not finite; and rows that
+ * are fetched for later, one beside each row, or NULL. */
 typedef struct {
     ptrdiff_t width;
     REAL trace[LANES];
@@ -94,8 +94,8 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
 
 /* Rows of the register tile: as many sums as the registers hold. */
 #define MICRO_ROWS(nv) (MICRO_SUMS / (nv) < MICRO_MOST_ROWS ? MICRO_SUMS / (nv) : MICRO_MOST_ROWS)
-/* What lies beside row r of a; or beside the panel of b, once. In a row: the first panel of b's fetches all that lies beside a, each panel its
- * part of what lies beside b, from the first line to the last one. */
+/* What lies beside row r of a; or beside the panel of b, once. In a row: the first panel of b's fetches all that lies beside a,
+ * each panel its part of what lies beside b, from the first line to the last one. */
 #define BESIDE(init) \
     (!beside ? NULL \
      : FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES \
@@ -156,8 +156,8 @@ INLINED void FMHA_NAME(product_of)(const int type, const int init, ptrdiff_t row
 #define PRODUCT(init, rows, columns, depth, a, a_row, a_step, b, ...) \
     FMHA_NAME(product_of)(FMHA_SAME, init, rows, columns, depth, a, a_row, a_step, (const char *)(b), __VA_ARGS__, NULL, 0, NULL)
 
-/* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. Row by row what lies beside them, ld_beside
- * bytes apart, is fetched for later, unless that is NULL. */
+/* s (keys, queries) <- k (keys, width) @ q^T (width, queries): a's rows lie along the sum. Row by row what lies beside them,
+ * ld_beside bytes apart, is fetched for later, unless that is NULL. */
 static __attribute__((noinline)) void FMHA_NAME(product_rows)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
     const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const char *beside, ptrdiff_t ld_beside)
 {
@@ -179,12 +179,13 @@ static __attribute__((noinline)) void FMHA_NAME(product_rows_first)(ptrdiff_t ro
     PRODUCT(FMHA_FIRST, rows, columns, depth, a, lda, 1, b, ldb, c, ldc, &factor);
 }
 
-/* c <- scale[row] * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. Row by row what lies beside b, ld_beside bytes
- * apart, is fetched for later, unless that is NULL. */
+/* c <- scale[row] * c + a^T @ b, a (depth, rows) transposed: a's columns lie along the sum. Row by row what lies beside b,
+ * ld_beside bytes apart, is fetched for later, unless that is NULL. */
 static __attribute__((noinline)) void FMHA_NAME(product_columns)(ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth, const REAL *a,
     ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside, ptrdiff_t ld_beside)
 {
-    FMHA_NAME(product_of)(FMHA_SAME, FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, scale, beside, ld_beside,
+    FMHA_NAME(product_of)(FMHA_SAME, FMHA_SCALE_ADD, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, scale,
+                          beside, ld_beside,
                           NULL);
 }
 

@@ -1,5 +1,5 @@
-/* What masks of the keys alone, as of padding, leave of them: a range is worth more than a mask, since what lies beside it is not computed,
- * and in it nothing is looked up. */
+/* What masks of the keys alone, as of padding, leave of them: a range is worth more than a mask, since what lies beside it is
+ * not computed, and in it nothing is looked up. */
 #include "fastmha.h"
 
 #include <string.h>

@@ -42,8 +42,8 @@ static inline void FMHA_NAME(fill)(ptrdiff_t n, REAL *x, REAL value)
     for (ptrdiff_t j = 0; j < n; j++) x[j] = value;
 }
 
-/* to <- x / divisor. An empty row (0 / 0) gives zeros; a NaN divisor makes NaN of what is not exactly 0: a removed
- * position keeps its 0 in a row that has met a NaN. Returns trace plus 0 * x, of which the lanes are 0 as long as all x are finite. */
+/* to <- x / divisor. An empty row (0 / 0) gives zeros; a NaN divisor makes NaN of what is not exactly 0: a removed position
+ * keeps its 0 in a row that has met a NaN. Returns trace plus 0 * x, of which the lanes are 0 as long as all x are finite. */
 static inline VEC FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL divisor, REAL *to, VEC trace)
 {
     if (divisor >= 0 && divisor < (REAL)INFINITY) {
@@ -272,13 +272,13 @@ static REAL FMHA_NAME(longest_key)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
     return longest;
 }
 
-/* By how many roundings of its own size an lse and the log of the sum of P may be apart; and by how many of |scale| |q| |k|, since scores may
- * be small sums of large terms, which another pass adds up in another order. */
+/* By how many roundings of its own size an lse and the log of the sum of P may be apart; and by how many of |scale| |q| |k|,
+ * since scores may be small sums of large terms, which another pass adds up in another order. */
 #define LSE_ROUNDINGS 16
 #define SCORE_ROUNDINGS 4
 
-/* Whether a row's lse was taken over more keys than those whose scores give `own`: then it says what they cannot, and exceeds own by more than
- * rounding. longest: longest_key of all keys, once asked for, of rows of a key/value head; -1 before. */
+/* Whether a row's lse was taken over more keys than those whose scores give `own`: then it says what they cannot, and exceeds
+ * own by more than rounding. longest: longest_key of all keys, once asked for, of rows of a key/value head; -1 before. */
 static int FMHA_NAME(of_more_keys)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t h, ptrdiff_t i, REAL lse, REAL own, REAL *longest)
 {
     const REAL beyond = lse - own - LSE_ROUNDINGS * REAL_EPSILON * (1 + (lse < 0 ? -lse : lse));
@@ -290,8 +290,8 @@ static int FMHA_NAME(of_more_keys)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
     return !FMHA_NAME(removes_pairs)(p) ? 0 : beyond > of_query * sqrt((double)FMHA_NAME(longest_key)(p, b, h, i));
 }
 
-/* Whether lse counts whatever these scores add up to: they are a part of its keys', and what they lack may be less than its rounding
- * shows, but as much as their gradients. Not where that rounding would make weights differ by more than 1 / 256. */
+/* Whether lse counts whatever these scores add up to: they are a part of its keys', and what they lack may be less than its
+ * rounding shows, but as much as their gradients. Not where that rounding would make weights differ by more than 1 / 256. */
 static inline int FMHA_NAME(of_a_part)(const fmha_problem *p, REAL lse)
 {
     return p->part && REAL_EPSILON * (lse < 0 ? -lse : lse) < (REAL)1 / 256;
@@ -370,7 +370,8 @@ static void FMHA_NAME(attend_rows_backward)(const fmha_problem *p, const fmha_bl
         for (ptrdiff_t j = 0; j < n; j += LANES) sum = sum + FMHA_NAME(exp)(v_load_n(s + j, n - j, NEGATIVE_INFINITY) - v_splat(peak));
         total = FMHA_NAME(sum)(sum);
         if (p->sinks) total += FMHA_NAME(exp_of)(sink - peak);
-        int more = FMHA_NAME(of_a_part)(p, lse[r]) || FMHA_NAME(of_more_keys)(p, block->b, block->h, i, lse[r], peak + REAL_LOG(total), &longest);
+        int more = FMHA_NAME(of_a_part)(p, lse[r]) || FMHA_NAME(of_more_keys)(p, block->b, block->h, i, lse[r],
+                peak + REAL_LOG(total), &longest);
         if (!more) {
             delta = FMHA_NAME(backward_row)(n, s, g, slope, peak, 1 / total, NULL);
         } else {
@@ -554,8 +555,8 @@ static void FMHA_NAME(lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x_,
         }
 }
 
-/* to <- x / divisor / SUBNORMAL_LIFT, rounded once where that is subnormal. Where that is not tiny, `to` stays as it is: then large
- * values cancel, which do no longer since they were limited. */
+/* to <- x / divisor / SUBNORMAL_LIFT, rounded once where that is subnormal. Where that is not tiny, `to` stays as it is: then
+ * large values cancel, which do no longer since they were limited. */
 static void FMHA_NAME(lower_row)(ptrdiff_t n, const void *x_, const void *divisor, void *to)
 {
     const REAL *x = x_, total = *(const REAL *)divisor, most = 2 * TINY * SUBNORMAL_LIFT;

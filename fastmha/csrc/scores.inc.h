@@ -1,9 +1,9 @@
-/* Scores of few query rows: lanes are those of the width, and a score is the sum over them, since with lanes of rows most would be empty; of
- * some more, two keys share a vector of rows. */
+/* Scores of few query rows: lanes are those of the width, and a score is the sum over them, since with lanes of rows most would
+ * be empty; of some more, two keys share a vector of rows. */
 
-/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the scores.
- * Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all lines of each; or,
- * where several passes share it, each pass those of `fetched` rows of every four, from row `first` on. */
+/* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the
+ * scores. Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all
+ * lines of each; or, where several passes share it, each pass those of `fetched` rows of every four, from row `first` on. */
 typedef struct {
     const char *k, *v;
     ptrdiff_t ldk, ldv, k_ahead, v_ahead, k_lines, v_lines;
@@ -19,9 +19,9 @@ typedef struct {
 #define DECODE_ABREAST(many) \
     (LANES >= 4 && DECODE_CHAINS >= 4 * (many) ? 4 : LANES >= 2 && DECODE_CHAINS >= 2 * (many) ? 2 : 1)
 
-/* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many` rows of
- * queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it stands for them. Of
- * `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. */
+/* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many`
+ * rows of queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it
+ * stands for them. Of `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. */
 INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k,
                                    const ptrdiff_t ldk, const ptrdiff_t most, const ptrdiff_t k_ahead, const int fetched, const int near,
                                    VEC *sum)
@@ -77,7 +77,8 @@ INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abre
                     for (ptrdiff_t byte = 0; byte < D * (ptrdiff_t)sizeof(REAL); byte += FMHA_CACHE_LINE) v_prefetch(k + k_ahead + a * ldk + byte);
                 fetched = 0;
             }
-            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched, near, sum + l / abreast);
+            if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched,
+                                                    near, sum + l / abreast);
             else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
         }
 #pragma GCC unroll 4
@@ -118,9 +119,10 @@ typedef struct {
     int known;
 } FMHA_NAME(few);
 
-/* scores^T (n, queries), its rows lds apart, <- x (n, depth) @ q (rows, depth in whole vectors).T of at most FEW_QUERIES rows of queries,
- * zeros beyond. */
-static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t lds, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+/* scores^T (n, queries), its rows lds apart, <- x (n, depth) @ q (rows, depth in whole vectors).T of at most FEW_QUERIES rows of
+ * queries, zeros beyond. */
+static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t lds, ptrdiff_t n, ptrdiff_t depth,
+                                  const REAL *x, ptrdiff_t ldx,
                                   const REAL *q, const FMHA_NAME(few) *few, REAL *s)
 {
     FMHA_NAME(streams) from = {.k = (const char *)x, .ldk = ldx * (ptrdiff_t)sizeof(REAL)};
@@ -148,17 +150,18 @@ static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t l
     }
 }
 
-/* Rows that fill half of a vector at most, with lanes of rows: in a product half of the lanes would be empty, and a broadcast of each element of a
- * key is what it takes the longest for. Instead lanes 2r and 2r + 1 are row r with two keys, whose elements are copied beside each other, and a
- * broadcast and a multiplication serve both. Each score is the same sum as there, term by term: the same bits. */
+/* Rows that fill half of a vector at most, with lanes of rows: in a product half of the lanes would be empty, and a broadcast of
+ * each element of a key is what it takes the longest for. Instead lanes 2r and 2r + 1 are row r with two keys, whose elements
+ * are copied beside each other, and a broadcast and a multiplication serve both. Each score is the same sum as there, term by
+ * term: the same bits. */
 #if HAVE_PAIRS && PAIRED_ROWS
 #define SCORES_OF_PAIRS 1
 #define PAIRS_ABREAST (MICRO_SUMS / 2)
 _Static_assert(2 * PAIRED_ROWS <= LANES, "two keys share a vector");
 
-/* scores^T (keys, LANES), rows lds apart, <- x (keys, depth) @ packed^T (depth, LANES) of so many pairs of keys, the last of which may be a single
- * one. Beside rows of x those are fetched, ld_beside bytes apart, unless that is NULL: some at each step, since memory is fastest where it is
- * asked evenly. */
+/* scores^T (keys, LANES), rows lds apart, <- x (keys, depth) @ packed^T (depth, LANES) of so many pairs of keys, the last of
+ * which may be a single one. Beside rows of x those are fetched, ld_beside bytes apart, unless that is NULL: some at each step,
+ * since memory is fastest where it is asked evenly. */
 INLINED void FMHA_NAME(score_pairs)(const int pairs, ptrdiff_t keys, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
                                     ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
 {
@@ -207,7 +210,8 @@ INLINED void FMHA_NAME(score_pairs)(const int pairs, ptrdiff_t keys, ptrdiff_t d
 }
 
 /* The same of n keys. */
-static __attribute__((noinline)) void FMHA_NAME(product_pairs)(ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
+static __attribute__((noinline)) void FMHA_NAME(product_pairs)(ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+        const REAL *packed,
     ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
 {
     const ptrdiff_t of_row = ld_beside == FMHA_IN_A_ROW ? depth * (ptrdiff_t)sizeof(REAL) : ld_beside;

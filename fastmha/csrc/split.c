@@ -1,8 +1,9 @@
-/* How the heads of a backward pass of "tiled" are best split for so many threads: each way is simulated, and the one that ends first taken.
+/* How the heads of a backward pass of "tiled" are best split for so many threads: each way is simulated, and the one that ends
+ * first taken.
  *
- * Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5:
- * scores, dP, dV, dK, and dQ last, which waits for that of the keys before, or is made aside meanwhile and only its addition waits. Items
- * are handed out in order to whoever is free. What a block has to do with some keys is judged by its middle row. */
+ * Times are in products of a whole block and a whole tile, of which a block and a tile that meet have 5: scores, dP, dV, dK, and
+ * dQ last, which waits for that of the keys before, or is made aside meanwhile and only its addition waits. Items are handed out
+ * in order to whoever is free. What a block has to do with some keys is judged by its middle row. */
 #include "fastmha.h"
 #include "makespan.h"
 
@@ -89,8 +90,8 @@ static void set_costs(schedule *s)
                 *cost++ = meeting(s->spans + (s->row + row) * s->step + block, part * s->keys, s->keys) * of_pair;
 }
 
-/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. Returns when it ends; who
- * attends none of these takes no time. */
+/* An item: blocks [first, last) of a head on a part of its keys and, in a share, of its turn at the sums of these. Returns when
+ * it ends; who attends none of these takes no time. */
 static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t last, ptrdiff_t part, double *turn_k)
 {
     const double *costs = s->costs + (row_of_costs(s, head) * s->parts + part) * s->blocks;
@@ -116,7 +117,8 @@ static double share_item(schedule *s, ptrdiff_t head, ptrdiff_t first, ptrdiff_t
     return now;
 }
 
-/* In shares of so many blocks, on so many parts together; 0: all blocks of a part are an item. INFINITY where that is beyond the limit. */
+/* In shares of so many blocks, on so many parts together; 0: all blocks of a part are an item. INFINITY where that is beyond the
+ * limit. */
 static double of_split_heads(schedule *s, ptrdiff_t share, ptrdiff_t together)
 {
     const ptrdiff_t heads = s->last - s->first, step = share ? share : s->blocks;
@@ -170,7 +172,8 @@ static void set_spans(schedule *s)
     }
 }
 
-/* Whether heads in shares of so many blocks, 0: of all, on so many parts together, end before the best way so far; this is the best then. */
+/* Whether heads in shares of so many blocks, 0: of all, on so many parts together, end before the best way so far; this is the
+ * best then. */
 static int try_way(schedule *s, ptrdiff_t share, ptrdiff_t together)
 {
     const double even = PRODUCTS * s->work * cost_of_parts(s->keys) / s->threads;
@@ -184,7 +187,8 @@ static int try_way(schedule *s, ptrdiff_t share, ptrdiff_t together)
     return 1;
 }
 
-/* The same of shares of 2 to the power of `share` blocks, and likewise of parts together, where there are such and they were not tried. */
+/* The same of shares of 2 to the power of `share` blocks, and likewise of parts together, where there are such and they were not
+ * tried. */
 static int try_shares(schedule *s, int tried[TOGETHERS][SHARES], int together, int share)
 {
     if (together < 0 || together >= TOGETHERS || share < 0 || share >= SHARES || tried[together][share]) return 0;
@@ -193,9 +197,9 @@ static int try_shares(schedule *s, int tried[TOGETHERS][SHARES], int together, i
     return try_way(s, (ptrdiff_t)1 << share, (ptrdiff_t)1 << together);
 }
 
-/* Looks for a better way with the last heads split into items of so many keys. Where at least as many shares are under way as there are
- * threads, a share finds that its turn has come, and keeps nothing; where they are fewer, threads wait less for the sums of a block. So
- * the first way has twice as many, and from each that is better its neighbours are tried. */
+/* Looks for a better way with the last heads split into items of so many keys. Where at least as many shares are under way as
+ * there are threads, a share finds that its turn has come, and keeps nothing; where they are fewer, threads wait less for the
+ * sums of a block. So the first way has twice as many, and from each that is better its neighbours are tried. */
 static void try_ways(schedule *s, ptrdiff_t split, ptrdiff_t keys)
 {
     static const int steps[][2] = {{0, -1}, {1, 0}, {-1, 0}, {0, 1}};

@@ -1,5 +1,6 @@
 /* Operands and results in another element type than the computation's (fmha_problem: element, stored, mask_element): converted
- * exactly, or rounded to nearest from float64 to float32, as they are loaded; rounded to nearest, ties to even, as they are stored. */
+ * exactly, or rounded to nearest from float64 to float32, as they are loaded; rounded to nearest, ties to even, as they are
+ * stored. */
 
 #if FMHA_REAL == 32
 typedef double FMHA_NAME(other);
@@ -59,7 +60,8 @@ static inline REAL FMHA_NAME(stored_value)(const int type, const char *x)
     return (REAL)value;
 }
 
-/* F16C: as stored_value and half_bits do it but for the payload of a NaN; subnormal numbers exact whatever the control register says. */
+/* F16C: as stored_value and half_bits do it but for the payload of a NaN; subnormal numbers exact whatever the control register
+ * says. */
 #if FMHA_VECTOR_BYTES == 32 && defined(X86_OP)
 #define HALVES_CONVERTED 1
 /* LANES elements of half precision as they lie, and the first n < LANES of them, zeros beyond. */
@@ -306,7 +308,8 @@ static inline const REAL *FMHA_NAME(real_row)(int type, const char *x, ptrdiff_t
 INLINED void FMHA_NAME(move_rows)(const int load, const int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t ldx, char *y,
                                   ptrdiff_t ldy)
 {
-    ptrdiff_t size = FMHA_NAME(stored_size)(type), size_x = load ? size : (ptrdiff_t)sizeof(REAL), size_y = load ? (ptrdiff_t)sizeof(REAL) : size;
+    ptrdiff_t size = FMHA_NAME(stored_size)(type), size_x = load ? size : (ptrdiff_t)sizeof(REAL),
+            size_y = load ? (ptrdiff_t)sizeof(REAL) : size;
     for (ptrdiff_t i = 0; i < rows; i++)
         for (ptrdiff_t d = 0; d < cols; d += LANES) {
             const char *from = x + (i * ldx + d) * size_x;

@@ -1,6 +1,6 @@
 /* Numbers below the smallest normal one count as 0 while items run, as operands and as results: many CPUs compute with them a
- * hundred times as slowly, and peaked scores make probabilities of that size by the thousand. A register of the thread says
- * so; what it said before is put back. The rounding mode is set to nearest, whatever the caller's is: bits do not depend on it. */
+ * hundred times as slowly, and peaked scores make probabilities of that size by the thousand. A register of the thread says so;
+ * what it said before is put back. The rounding mode is set to nearest, whatever the caller's is: bits do not depend on it. */
 #ifndef FMHA_SUBNORMALS_H
 #define FMHA_SUBNORMALS_H
 

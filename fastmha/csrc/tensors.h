@@ -1,5 +1,5 @@
-/* Tensors of another library where they lie. What a library says of its tensors to C: a table of functions that hangs on their type, as
- * DLPack 1.3 has it (include/dlpack/dlpack.h of https://github.com/dmlc/dlpack: DLPackExchangeAPI, DLTensor). */
+/* Tensors of another library where they lie. What a library says of its tensors to C: a table of functions that hangs on their
+ * type, as DLPack 1.3 has it (include/dlpack/dlpack.h of https://github.com/dmlc/dlpack: DLPackExchangeAPI, DLTensor). */
 #ifndef FMHA_TENSORS_H
 #define FMHA_TENSORS_H
 

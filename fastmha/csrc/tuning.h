@@ -17,91 +17,237 @@
 
 /* Of each its own: a column. The file of an instruction set says which by FMHA_OF(sse2, neon, avx2, avx512, emulated), before
  * kernels.inc.h; AMX has the vectors of AVX-512. */
-/*                                 sse2    neon    avx2  avx512   emul. */
+/*                                   sse2    neon    avx2  avx512   emul. */
 
-/* The register tile. */
-#define MICRO_SUMS       FMHA_OF(    12,     24,     12,     24,      2)  /* vectors of sums that it holds */
-#define MICRO_VECTORS    FMHA_OF(     2,      4,      2,      4,      2)  /* of a row */
-#define MICRO_MOST_ROWS  FMHA_OF(    12,     12,     12,     12,     12)
-#define MICRO_AHEAD      FMHA_OF(     6,      6,     64,     24,      6)  /* rows of a packed panel that FMHA_FETCH fetches ahead: from memory some KB pay */
+/* -------- The register tile -------- */
 
-/* Products of matrices. */
-#define GEMM_DEPTH       FMHA_OF(   384,    384,    384,    384,    384)  /* K of a block: a packed panel stays in the first two caches */
-#define GEMM_ROWS        FMHA_OF(   256,    256,    256,    256,    256)  /* rows of a block: its part of a stays in the second cache */
-#define GEMM_COLUMNS     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* that are packed at a time: the third cache has room */
-#define GEMM_SERVES      FMHA_OF(     8,      8,      8,      8,      8)  /* panels from which on a copy of a block of a pays */
-#define GEMM_AHEAD       FMHA_OF(     8,      8,      8,      8,      8)  /* rows of b that are fetched before they are packed: no CPU guesses such strides */
-#define FINISH_AHEAD     FMHA_OF(     4,      4,      4,      4,      4)  /* rows that the last pass fetches ahead, for the same reason */
-#define FEW_ROWS         FMHA_OF(    16,     16,      9, FEW_512,     16)  /* of a: b is then read once, where it lies, as so many streams of rows */
-#define FEW_512          (sizeof(REAL) == 4 ? 32 : 24)
-#define FEW_PACKED       FMHA_OF(     8,      8,      1,      0,      8)  /* the same where b is packed, too, */
-#define FEW_HALF         FMHA_OF(     5,      5,      5,      5,      5)  /* and has half the bytes where it lies */
-#define FEW_OWN          FMHA_OF(     4,      4,      4,      4,      4)  /* from which on sums are not where the product is wanted, but in memory of their own */
-#define FEW_DEPTH        FMHA_OF(     8,      8,      4,      8,      8)  /* such streams at a time */
-#define FEW_COLUMNS      FMHA_OF(  1024,   1024,   1024,   1024,   1024)
-#define FEW_SUMS         FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* of so many columns of all rows together, if that is more: longer streams */
-#define FEW_AHEAD        FMHA_OF(  2048,   2048,    512,   2048,   2048)  /* bytes that are fetched ahead along each row of b: of one row of a, and of several where FEW_DEPTH rows of b */
-#define FEW_NEAR         FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))  /* have more bytes than this; else the next rows of b are fetched */
-#define FEW_SOON         FMHA_OF(   192,    192,    192,    192,    192)  /* bytes along each row of b that are fetched into the first cache, too, where a has 4 rows: of fewer that gains nothing, and more wait for it themselves */
-#define FEW_ALONE        FMHA_OF(     0,      0,      1, fmha_cpu_fetches, 0)  /* whether nothing is fetched ahead for one row of a, since the CPU follows so many streams by itself */
-#define ONE_NEAR         FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of b up to which a single row stays with some columns: the caches deliver any order */
-#define ONE_VECTORS      FMHA_OF(     8,      8,      8,      8,      8)
+/* Vectors of sums that the register tile holds. */
+#define MICRO_SUMS         FMHA_OF(    12,     24,     12,     24,      2)
 
-/* The "decode" algorithm: the scores of one block of keys are summed in turns with the values of the block before. */
-#define DECODE_KEYS      FMHA_OF(   128,    128,    128,    128,    128)  /* of a block */
-#define DECODE_STEP      FMHA_OF(    16,     16,     16,     16,     16)  /* of them at a time, a multiple of the lanes of every vector: sums of sums err less than one long sum */
-#define DECODE_SUMMED    FMHA_OF(     8,     16,      8,     16,      8)  /* vectors of values that a step sums in registers, of all its rows: their keys' sums fit beside */
-#define DECODE_ALONE     FMHA_OF(    12,     16,     12,     16,      8)  /* the same where no scores are summed beside */
-#define DECODE_CHAINS    FMHA_OF(     8,     16,      8,     16,      8)  /* sums of scores side by side, of all its rows, at most */
-#define DECODE_CLOSE     FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))  /* bytes of all keys and values up to which nothing is fetched ahead: the second cache has them */
-#define DECODE_NEAR      FMHA_OF((5 << 22), (5 << 22), (5 << 22), (5 << 22), (5 << 22))  /* and up to which all scores of a block come before its values: the third has them, and delivers one stream faster than two, */
-#define DECODE_NEAR_AHEAD FMHA_OF( 4096,   4096,   4096,   4096,   4096)  /* fetched so many bytes ahead, at least, into the first */
-#define DECODE_AHEAD     FMHA_OF(  6144,   6144,   6144,   6144,   6144)  /* bytes that each of the two streams is fetched ahead, at least */
-#define DECODE_WHOLE_AHEAD FMHA_OF(6144,   6144,   3072,   6144,   6144)  /* the same where whole rows go into the first cache, of which both streams then hold so many: Zen 3 has 32 KB */
-#define DECODE_ALONG     FMHA_OF(  1024,   1024,   1024,   1024,   1024)  /* so many instead where CPUs fetch far ahead by themselves, given an instruction for each vector of a row: one query row, rows that follow each other, */
-#define DECODE_LONG      FMHA_OF(   192,    192,    192,    192,    192)  /* of so many bytes or more each, */
-#define DECODE_MEMORY    FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))  /* and more than so many in all: from the third cache the other way is faster */
-#define DECODE_SHORT     FMHA_OF(   256,    256,    256,    256,    256)  /* bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower */
-#define DECODE_FOURS     FMHA_OF(   512,    512,    512,    512,    512)  /* where CPUs fetch by themselves: bytes of a row of keys up to which four are taken side by side; of longer ones two, since fewer of their rows are to be fetched at a time */
-#define DECODE_WIDE      FMHA_OF(   512,    512,    512,    512,    512)  /* bytes of a row of keys from which on only two to four query rows, and a single one that cannot be read along, have these ways */
-#define DECODE_KEPT      FMHA_OF(    16,     16,     16,     16,     16)  /* there, vectors of a row of values at most: their sums stay in the first cache meanwhile */
-#define DECODE_TOGETHER  FMHA_OF(     4,      4,      4,      4,      4)  /* query rows for which a key is loaded once */
+/* Vectors of a row of the register tile, at most. */
+#define MICRO_VECTORS      FMHA_OF(     2,      4,      2,      4,      2)
 
-#define DECODE_FEW       FMHA_OF(    64,     64,     64,     64,     64)  /* keys up to which the only row of a head is done at once, */
-#define DECODE_FEW_BYTES FMHA_OF(  4096,   4096,   4096,   4096,   4096)  /* from memory where its keys and values have up to so many bytes */
+/* Rows of the register tile, at most. */
+#define MICRO_MOST_ROWS    FMHA_OF(    12,     12,     12,     12,     12)
 
-#define VALUES_FAR       FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of all keys and values from which on "tiled" fetches values beside the keys */
+/* Rows of a packed panel that FMHA_FETCH fetches ahead: from memory some KB pay. */
+#define MICRO_AHEAD        FMHA_OF(     6,      6,     64,     24,      6)
 
-#define EXP_CHAINS       FMHA_OF(     4,      8,      4,      8,      4)  /* vectors whose exponentials are taken in step: as many as registers hold */
-#define PAIRED_ROWS      FMHA_OF(     0,      0,      0,      8,      0)  /* rows of a block up to which two keys share a vector in products with float32 keys: half of one at most. Where fewer fit "decode" takes them */
-#define KEYS_BESIDE      FMHA_OF(    64,     64,     32,     64,     64)  /* rows of a block up to which the keys of the next tile are fetched there beside values: with AVX2 on Zen 3 those of more rows wait for their own lines, and the product takes 1.1 times as long */
-#define BESIDE_ROWS      FMHA_OF(    32,     32,     32,     32,     32)  /* rows of a block up to which memory is what it waits for: keys and values whose rows follow each other are fetched line after line, since memory delivers these 1.3 times as fast */
-#define PADDED_BLOCKS    FMHA_OF(     1,      1,      1,      0,      0)  /* whether rows of scores^T and of transposed operands lie an odd number of cache lines apart: an even one, times the rows of a sum, is more than the few sets hold that they share. Of AMX and of its emulation, whose tiles read them as they are, they do not */
-#define CROWDED_BYTES    FMHA_OF(  4096,   4096,   1024, CROWDED_512,  4096)  /* of which the distance of rows that share few sets of the caches is a multiple: they are */
-#define CROWDED_512      (sizeof(REAL) == 4 ? 1 << 30 : 4096)     /* read as often as a product has tiles, more often with shorter vectors, */
-#define CROWDED_ROWS     FMHA_OF(    24,     24,     24,     24,     24)  /* and are copied where that has so many rows or more */
-#define CROWDED_KEYS     FMHA_OF(     0,      0,      1,      0,      0)  /* whether keys, whose rows a product broadcasts, and backward values, are copied then, too: they share a part of the second cache as well */
-#define CAPPED_KEYS      FMHA_OF(     8,      8,      8,      8,      8)  /* whose scores a softcap asks together whether all are small */
-#define WRITTEN_FAR      FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))  /* bytes of out, or of q, from which on "tiled" fetches rows before it writes them, or the next block's queries; */
-#define WRITTEN_AHEAD    FMHA_OF(     8,      8,      8,      8,      8)  /* rows ahead: the stores behind one that waits for its line wait, too */
+/* -------- Products of matrices -------- */
 
-/* Long heads, each an item of a backward pass. */
-#define SECTIONS_FROM    FMHA_OF((1 << 22), (1 << 22), (1 << 22), (1 << 22), (1 << 22))  /* bytes of their rows, with what is kept of these, from which on they have sections, */
-#define SECTION_BYTES    FMHA_OF((5 << 18), (5 << 18), (5 << 18), (5 << 18), (5 << 18))  /* of so many bytes each: the second cache, and a little more */
+/* Terms of a sum in a block: a packed panel of so many rows stays in the first two caches. */
+#define GEMM_DEPTH         FMHA_OF(   384,    384,    384,    384,    384)
 
-/* Short heads, each an item. */
-#define NEXT_FAR         FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))  /* bytes that a pass reads, from which on a thread fetches the next head that it will take, */
-#define NEXT_NEAR        FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* where its keys and values have so many at most: longer heads hide the way to memory themselves, */
-#define NEXT_BYTES       FMHA_OF(  8192,   8192,   8192,   8192,   8192)  /* of heads that read fewer bytes it is a later one, so many bytes on: the next is wanted too soon; */
-#define DECODE_NEXT      FMHA_OF( 20480,  20480,  20480,  20480,  20480)  /* by "decode" sooner; it gains from twice as many bytes on */
+/* Rows of a block of a: its part of a stays in the second cache. */
+#define GEMM_ROWS          FMHA_OF(   256,    256,    256,    256,    256)
 
-/* Matrix tiles, where there are any. */
-#define MATRIX_KEYS      FMHA_OF(   192,    192,    192,    192,    192)  /* of a chunk, and of a tile of scores */
-#define GEMM_TILES       FMHA_OF(     8,      8,      8,      8,      8)  /* of a sum taken at a time: those of 32 rows and of 32 columns stay in the first cache together */
-#define PAIRS_TOGETHER   FMHA_OF(     8,      8,      8,      8,      8)  /* of rows that are packed along their columns side by side: of more, a page each, none is fetched ahead */
-#define RAW_COLUMNS      FMHA_OF(  2048,   2048,   2048,   2048,   2048)  /* whose sums are held at once at most, where the other operand is packed as it is multiplied, */
-#define RAW_COLUMNS_LYING FMHA_OF(   512,    512,    512,    512,    512) /* or so many, where columns are its rows, */
-#define RAW_SUMS         FMHA_OF( 32768,  32768,  32768,  32768,  32768)  /* sums, and */
-#define RAW_PACKED       FMHA_OF(131072, 131072, 131072, 131072, 131072)  /* elements that are packed at a time: the second cache holds all three */
+/* Columns of b that are packed at a time: the third cache has room for them. */
+#define GEMM_COLUMNS       FMHA_OF(  1024,   1024,   1024,   1024,   1024)
+
+/* Panels of columns from which on a copy of a block of a pays. */
+#define GEMM_SERVES        FMHA_OF(     8,      8,      8,      8,      8)
+
+/* Rows of b that are fetched before they are packed: no CPU guesses such strides. */
+#define GEMM_AHEAD         FMHA_OF(     8,      8,      8,      8,      8)
+
+/* Rows that the last pass (bias, activation, residual) fetches ahead, for the same reason. */
+#define FINISH_AHEAD       FMHA_OF(     4,      4,      4,      4,      4)
+
+/* Rows of a up to which a product is of few rows where b is not packed. */
+#define FEW_ROWS           FMHA_OF(    16,     16,      9, FEW_512,     16)
+#define FEW_512            (sizeof(REAL) == 4 ? 32 : 24)
+
+/* Rows of a up to which a product is of few rows where b is packed as well. */
+#define FEW_PACKED         FMHA_OF(     8,      8,      1,      0,      8)
+
+/* Rows of a up to which a product is of few rows where b is packed, but lies there in half precision, too: half the bytes. */
+#define FEW_HALF           FMHA_OF(     5,      5,      5,      5,      5)
+
+/* Rows of a from which on sums are held in memory of their own, not where the product is wanted. */
+#define FEW_OWN            FMHA_OF(     4,      4,      4,      4,      4)
+
+/* Rows of b that are read side by side, as streams. */
+#define FEW_DEPTH          FMHA_OF(     8,      8,      4,      8,      8)
+
+/* Columns of which all rows are summed before the next ones. */
+#define FEW_COLUMNS        FMHA_OF(  1024,   1024,   1024,   1024,   1024)
+
+/* Columns times rows of a that are summed before the next columns, where that is more columns: longer streams. */
+#define FEW_SUMS           FMHA_OF(  4096,   4096,   4096,   4096,   4096)
+
+/* Bytes that are fetched ahead along each row of b: of one row of a always, of several where the next FEW_DEPTH rows of b are
+ * beyond FEW_NEAR. */
+#define FEW_AHEAD          FMHA_OF(  2048,   2048,    512,   2048,   2048)
+
+/* Bytes of FEW_DEPTH rows of b up to which, of several rows of a, the next FEW_DEPTH rows are fetched as a whole. */
+#define FEW_NEAR           FMHA_OF((1 << 15), (1 << 15), (1 << 15), (1 << 15), (1 << 15))
+
+/* Bytes along each row of b that are fetched into the first cache as well where a has 4 rows: of fewer that gains nothing, and
+ * more wait for it themselves. */
+#define FEW_SOON           FMHA_OF(   192,    192,    192,    192,    192)
+
+/* Whether nothing is fetched ahead for one row of a, since the CPU follows so many streams by itself. */
+#define FEW_ALONE          FMHA_OF(     0,      0,      1, fmha_cpu_fetches, 0)
+
+/* Bytes of b up to which a single row of a takes some columns from end to end before the next: the caches deliver any order. */
+#define ONE_NEAR           FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))
+
+/* Vectors of columns that a single row of a takes from end to end where b is within ONE_NEAR. */
+#define ONE_VECTORS        FMHA_OF(     8,      8,      8,      8,      8)
+
+/* -------- The "decode" algorithm -------- */
+
+/* Keys of a block: its scores are summed in turns with the values of the block before. */
+#define DECODE_KEYS        FMHA_OF(   128,    128,    128,    128,    128)
+
+/* Keys whose values are one sum, a multiple of the lanes of every vector: sums of sums err less than one long sum. */
+#define DECODE_STEP        FMHA_OF(    16,     16,     16,     16,     16)
+
+/* Vectors of values that a step sums in registers, of all its rows, with room beside for the sums of scores. */
+#define DECODE_SUMMED      FMHA_OF(     8,     16,      8,     16,      8)
+
+/* Vectors of values that a step sums in registers where no scores are summed beside. */
+#define DECODE_ALONE       FMHA_OF(    12,     16,     12,     16,      8)
+
+/* Sums of scores side by side, of all rows of a step, at most. */
+#define DECODE_CHAINS      FMHA_OF(     8,     16,      8,     16,      8)
+
+/* Bytes of all keys and values up to which nothing is fetched ahead: the second cache has them. */
+#define DECODE_CLOSE       FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))
+
+/* Bytes of all keys and values up to which all scores of a block come before its values: the third cache has them, and delivers
+ * one stream faster than two. */
+#define DECODE_NEAR        FMHA_OF((5 << 22), (5 << 22), (5 << 22), (5 << 22), (5 << 22))
+
+/* Bytes that are fetched ahead into the first cache there, at least. */
+#define DECODE_NEAR_AHEAD  FMHA_OF( 4096,   4096,   4096,   4096,   4096)
+
+/* Bytes that each of the two streams is fetched ahead from memory, at least. */
+#define DECODE_AHEAD       FMHA_OF(  6144,   6144,   6144,   6144,   6144)
+
+/* Bytes that each stream is fetched ahead where whole rows go into the first cache, of which both streams then hold so many:
+ * that of Zen 3 has 32 KB. */
+#define DECODE_WHOLE_AHEAD FMHA_OF(6144,   6144,   3072,   6144,   6144)
+
+/* Bytes that are fetched ahead for one query row whose keys and values follow each other in rows of DECODE_LONG bytes or more,
+ * DECODE_MEMORY in all, where CPUs fetch far ahead by themselves, given an instruction for each vector of a row. */
+#define DECODE_ALONG       FMHA_OF(  1024,   1024,   1024,   1024,   1024)
+
+/* Bytes of a row from which on DECODE_ALONG holds. */
+#define DECODE_LONG        FMHA_OF(   192,    192,    192,    192,    192)
+
+/* Bytes of all keys and values from which on DECODE_ALONG holds: from the third cache the other way is faster. */
+#define DECODE_MEMORY      FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))
+
+/* Bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower. */
+#define DECODE_SHORT       FMHA_OF(   256,    256,    256,    256,    256)
+
+/* Bytes of a row of keys up to which four are scored side by side where CPUs fetch by themselves; of longer ones two, of which
+ * fewer rows are fetched at a time. */
+#define DECODE_FOURS       FMHA_OF(   512,    512,    512,    512,    512)
+
+/* Bytes of a row of keys from which on only two to four query rows, and one that cannot be read along, are scored so. */
+#define DECODE_WIDE        FMHA_OF(   512,    512,    512,    512,    512)
+
+/* Vectors of a row of values, at most, for these: their sums stay in the first cache meanwhile. */
+#define DECODE_KEPT        FMHA_OF(    16,     16,     16,     16,     16)
+
+/* Query rows for which a key is loaded once. */
+#define DECODE_TOGETHER    FMHA_OF(     4,      4,      4,      4,      4)
+
+/* Keys up to which the only row of a head is done at once, without chunks. */
+#define DECODE_FEW         FMHA_OF(    64,     64,     64,     64,     64)
+
+/* Bytes of a head's keys and values up to which its only row is done at once where these come from memory. */
+#define DECODE_FEW_BYTES   FMHA_OF(  4096,   4096,   4096,   4096,   4096)
+
+/* Bytes of all keys and values from which on "tiled" fetches values beside the keys. */
+#define VALUES_FAR         FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))
+
+/* Vectors whose exponentials are taken in step: as many as registers hold. */
+#define EXP_CHAINS         FMHA_OF(     4,      8,      4,      8,      4)
+
+/* Rows of a block up to which two float32 keys share a vector in products: half of one at most. Where fewer fit, "decode" takes
+ * such blocks. */
+#define PAIRED_ROWS        FMHA_OF(     0,      0,      0,      8,      0)
+
+/* Rows of a block up to which the keys of the next tile are fetched beside the values of this one: with AVX2 on Zen 3 those of
+ * more rows wait for their own lines, and the product takes 1.1 times as long. */
+#define KEYS_BESIDE        FMHA_OF(    64,     64,     32,     64,     64)
+
+/* Rows of a block up to which it waits for memory: keys and values whose rows follow each other are fetched line after line,
+ * which memory delivers 1.3 times as fast. */
+#define BESIDE_ROWS        FMHA_OF(    32,     32,     32,     32,     32)
+
+/* Whether rows of scores^T and of transposed operands lie an odd number of cache lines apart: an even one, times the rows of a
+ * sum, is more than the few sets hold that they share. On matrix tiles, real or emulated, which read them as they are, they do
+ * not. */
+#define PADDED_BLOCKS      FMHA_OF(     1,      1,      1,      0,      0)
+
+/* A distance of rows that is a multiple of so many bytes crowds them into few sets of the caches. */
+#define CROWDED_BYTES      FMHA_OF(  4096,   4096,   1024, CROWDED_512,  4096)
+#define CROWDED_512        (sizeof(REAL) == 4 ? 1 << 30 : 4096)
+
+/* Rows of a product from which on rows so crowded, which it reads again and again, are copied first; with longer vectors it
+ * reads them less often. */
+#define CROWDED_ROWS       FMHA_OF(    24,     24,     24,     24,     24)
+
+/* Whether keys, whose rows a product broadcasts, and backward values, are copied as well: they share a part of the second
+ * cache, too. */
+#define CROWDED_KEYS       FMHA_OF(     0,      0,      1,      0,      0)
+
+/* Keys whose scores a softcap asks together whether all are small. */
+#define CAPPED_KEYS        FMHA_OF(     8,      8,      8,      8,      8)
+
+/* Bytes of out, or of q, from which on "tiled" fetches rows before it writes them, or the next block's queries. */
+#define WRITTEN_FAR        FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))
+
+/* How many rows ahead: the stores behind one that waits for its line wait, too. */
+#define WRITTEN_AHEAD      FMHA_OF(     8,      8,      8,      8,      8)
+
+/* -------- Long heads, each an item of a backward pass -------- */
+
+/* Bytes of a head's rows, with what is kept of these, from which on a backward pass takes them in sections. */
+#define SECTIONS_FROM      FMHA_OF((1 << 22), (1 << 22), (1 << 22), (1 << 22), (1 << 22))
+
+/* Bytes of a section: the second cache, and a little more. */
+#define SECTION_BYTES      FMHA_OF((5 << 18), (5 << 18), (5 << 18), (5 << 18), (5 << 18))
+
+/* -------- Short heads, each an item -------- */
+
+/* Bytes that a pass reads from which on a thread fetches the next head that it will take. */
+#define NEXT_FAR           FMHA_OF((1 << 23), (1 << 23), (1 << 23), (1 << 23), (1 << 23))
+
+/* Bytes of the keys and values of a head up to which it does: longer heads hide the way to memory themselves. */
+#define NEXT_NEAR          FMHA_OF( 32768,  32768,  32768,  32768,  32768)
+
+/* Bytes ahead of where it is: of short heads it fetches not the next one, which is wanted too soon, but one so far on. */
+#define NEXT_BYTES         FMHA_OF(  8192,   8192,   8192,   8192,   8192)
+
+/* The same by "decode", which gains from twice as many bytes on. */
+#define DECODE_NEXT        FMHA_OF( 20480,  20480,  20480,  20480,  20480)
+
+/* -------- Matrix tiles, where there are any -------- */
+
+/* Keys of a chunk, and of a tile of scores. */
+#define MATRIX_KEYS        FMHA_OF(   192,    192,    192,    192,    192)
+
+/* Tiles of a sum that are taken at a time: those of 32 rows and of 32 columns stay in the first cache together. */
+#define GEMM_TILES         FMHA_OF(     8,      8,      8,      8,      8)
+
+/* Rows that are packed along their columns side by side: of more, a page each, none is fetched ahead. */
+#define PAIRS_TOGETHER     FMHA_OF(     8,      8,      8,      8,      8)
+
+/* Columns whose sums are held at once, at most, where the other operand is packed as it is multiplied. */
+#define RAW_COLUMNS        FMHA_OF(  2048,   2048,   2048,   2048,   2048)
+
+/* The same where columns are the rows of that operand. */
+#define RAW_COLUMNS_LYING  FMHA_OF(   512,    512,    512,    512,    512)
+
+/* Sums that are held at once, at most. */
+#define RAW_SUMS           FMHA_OF( 32768,  32768,  32768,  32768,  32768)
+
+/* Elements of that operand that are packed at a time: the second cache holds these, the sums, and the rows of a. */
+#define RAW_PACKED         FMHA_OF(131072, 131072, 131072, 131072, 131072)
 
 #endif

@@ -155,8 +155,8 @@ static inline REAL FMHA_NAME(from_bits)(INT i) { REAL x; memcpy(&x, &i, sizeof x
 #endif
 #endif
 
-/* sum + a * b, rounded once where there are fused instructions: gcc fuses wherever it sees both, clang only within a block of code, and moves
- * products out of it. */
+/* sum + a * b, rounded once where there are fused instructions: gcc fuses wherever it sees both, clang only within a block of
+ * code, and moves products out of it. */
 #if defined(__clang__) && defined(v_fma)
 #define v_sum(sum, a, b) v_fma(a, b, sum)
 #else
@@ -242,8 +242,8 @@ static inline void FMHA_NAME(store_part)(REAL *y, VEC value, ptrdiff_t n)
 #define HAVE_SHUFFLES 0
 #endif
 
-/* Lane l of a shuffle of a and b gets lane OF(l, size, many) of these, which lie one behind the other, `many` lanes each: numbers, or vectors
- * of such. BIT: what is more in lanes that have the bit `size`. */
+/* Lane l of a shuffle of a and b gets lane OF(l, size, many) of these, which lie one behind the other, `many` lanes each:
+ * numbers, or vectors of such. BIT: what is more in lanes that have the bit `size`. */
 #if HAVE_SHUFFLES && defined(__clang__)
 /* Every lane is a constant here, and so is the size: which of them it is, is known when loops are unrolled. */
 #define BIT(l, size, more) ((l) & (size) ? (more) : 0)
@@ -396,8 +396,8 @@ static inline VEC FMHA_NAME(exp)(VEC x)
     return FMHA_NAME(scaled)(y, power);
 }
 
-/* The same of n vectors x <= EXP_MOST, with the same bits and fewer instructions: the power is one factor, 0 where the result would be
- * subnormal, and exp(r) 2^m = (exp(r) - 1) 2^m + 2^m. */
+/* The same of n vectors x <= EXP_MOST, with the same bits and fewer instructions: the power is one factor, 0 where the result
+ * would be subnormal, and exp(r) 2^m = (exp(r) - 1) 2^m + 2^m. */
 INLINED void FMHA_NAME(exp_each)(const int n, VEC *x)
 {
     VEC rest[8], shifted[8];
@@ -418,8 +418,9 @@ INLINED void FMHA_NAME(exp_each)(const int n, VEC *x)
     }
 }
 
-/* tanh(x): the fit for |x| < TANH_NEAR, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry; near: all are.
- * capped <- cap * tanh for x = s / cap; near 0 made from s itself, which is right also where x has lost it to underflow. */
+/* tanh(x): the fit for |x| < TANH_NEAR, where 1 - 2 / (exp(2x) + 1) would cancel; that formula elsewhere, sign by symmetry;
+ * near: all are. capped <- cap * tanh for x = s / cap; near 0 made from s itself, which is right also where x has lost it to
+ * underflow. */
 INLINED VEC FMHA_NAME(tanh_and)(const int near, VEC x, VEC s, VEC cap, VEC *capped)
 {
     IVEC sign = v_bits(x) & i_splat(SIGN_BIT);
@@ -446,8 +447,8 @@ static inline VEC FMHA_NAME(tanh)(VEC x)
     return FMHA_NAME(tanh_and)(0, x, x, v_splat(1), &unused);
 }
 
-/* A softcap beyond LARGEST_CAP changes no score that is not as large; the inverse of a tiny one is limited, which leaves 0 at 0 and what is
- * capped at all, capped. */
+/* A softcap beyond LARGEST_CAP changes no score that is not as large; the inverse of a tiny one is limited, which leaves 0 at 0
+ * and what is capped at all, capped. */
 static inline REAL FMHA_NAME(cap_of)(double softcap, REAL *inverse)
 {
     const double exact = softcap > LARGEST_CAP ? 1 / (double)LARGEST_CAP : 1 / softcap;
@@ -464,8 +465,9 @@ INLINED VEC FMHA_NAME(soft_capped)(VEC s, double softcap, VEC *tanh_of)
     return capped;
 }
 
-/* The same of n vectors, each ld behind the one before, in place; slope, if given, gets the derivatives. Most scores are small, which spares
- * an exponential and a division. That is asked of CAPPED_KEYS vectors together, since CPUs guess the answer and each wrong guess costs. */
+/* The same of n vectors, each ld behind the one before, in place; slope, if given, gets the derivatives. Most scores are small,
+ * which spares an exponential and a division. That is asked of CAPPED_KEYS vectors together, since CPUs guess the answer and
+ * each wrong guess costs. */
 INLINED void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double softcap, REAL *slope)
 {
     REAL inverse, cap = FMHA_NAME(cap_of)(softcap, &inverse);
@@ -528,8 +530,9 @@ static inline VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 }
 #endif
 
-/* Pairs of numbers in neighbouring lanes: those that a and b have at the same places, first of the lower lanes, then of the upper ones; each of the
- * lower lanes twice; a pair again and again; and the first or the second ones of all pairs, in the lower lanes. */
+/* Pairs of numbers in neighbouring lanes: those that a and b have at the same places, first of the lower lanes, then of the
+ * upper ones; each of the lower lanes twice; a pair again and again; and the first or the second ones of all pairs, in the lower
+ * lanes. */
 #if HAVE_SHUFFLES && FMHA_REAL == 32
 #define HAVE_PAIRS 1
 INLINED VEC FMHA_NAME(pairs_of)(VEC a, VEC b, const int upper)
@@ -568,8 +571,8 @@ INLINED VEC FMHA_NAME(of_pairs)(VEC value, const int second)
 #define HAVE_PAIRS 0
 #endif
 
-/* Sums over lanes of many vectors: of vectors 2i and 2i + 1 one is made, and so on, with twice the bit, until all n are row[0]. From bit 1
- * on, LANES vectors leave the sum of vector i in lane i. */
+/* Sums over lanes of many vectors: of vectors 2i and 2i + 1 one is made, and so on, with twice the bit, until all n are row[0].
+ * From bit 1 on, LANES vectors leave the sum of vector i in lane i. */
 INLINED void FMHA_NAME(halve)(VEC row[], const ptrdiff_t n, const ptrdiff_t bit)
 {
 #pragma GCC unroll 8

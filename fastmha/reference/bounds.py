@@ -302,14 +302,47 @@ class _Problem:
     fold: Fold
 
 
-def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
-    """The bounds of `error_bounds` in both ways of adding up."""
-    (q, k, v, grad_out), factor, fold, sinks = problem.operands, problem.factor, problem.fold, problem.sinks
-    left, drawn, softcap = ~problem.gone, problem.drawn, problem.softcap
-    length, width, value_width = k.shape[2], q.shape[-1], v.shape[-1]
+def _transposed(x: Array) -> Array:
+    return x.swapaxes(-1, -2)
 
-    def transposed(x: Array) -> Array:
-        return x.swapaxes(-1, -2)
+
+@dataclass(frozen=True)
+class _Exact:
+    """The exact results of a `_Problem`, and what they are made of; where there are sinks, with a last column for theirs."""
+
+    q: Array
+    k: Array
+    v: Array
+    grad_out: Array
+    left: Array  # pairs that are not removed
+    keys: Array  # how many of a row,
+    rows: Array  # and of a key
+    products: Array
+    tanh: Array  # of the softcap, whose derivative is `slope`
+    slope: Array | None
+    cap: float
+    sums: list[Array]  # of scores with what is added to them
+    of_alibi: Array | None  # what products with slopes err by
+    weights: Array
+    log_weights: Array
+    lse: Array
+    log_sum: Array  # of exp(scores - peak)
+    drawn: Array | None
+    drawn_weights: Array
+    grad_weights: Array
+    out: Array
+    delta: Array
+    z: Array  # grad_weights - delta
+    sloped: Array
+    grad_scores: Array
+    middle: Array  # where a change of delta goes
+    grad_q: Array
+    grad_k: Array
+
+
+def _exact(u: float, problem: _Problem) -> _Exact:
+    (q, k, v, grad_out), factor, fold, sinks = problem.operands, problem.factor, problem.fold, problem.sinks
+    left, drawn, softcap, cap = ~problem.gone, problem.drawn, problem.softcap, 0.0
 
     def with_sink(x: Array, value: float = 0.0) -> Array:
         """One more column, that of the sink."""
@@ -317,8 +350,7 @@ def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
             return x
         return np.concatenate([x, np.full((*x.shape[:-1], 1), value, x.dtype)], axis=-1)
 
-    # The exact results, and what they are made of.
-    products = q @ transposed(k) * factor
+    products = q @ _transposed(k) * factor
     scores, tanh, slope = products, np.zeros(()), None
     if softcap is not None:
         cap = abs(float(softcap))
@@ -334,7 +366,7 @@ def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
         scores = scores + problem.additive
         sums.append(with_sink(scores))
     if sinks is not None:
-        k, v = transposed(with_sink(transposed(k))), transposed(with_sink(transposed(v)))
+        k, v = _transposed(with_sink(_transposed(k))), _transposed(with_sink(_transposed(v)))
         products, scores, left = with_sink(products), with_sink(scores), with_sink(left, True)
         scores[..., -1] = np.where(sinks == -np.inf, 0, sinks)[:, None]
         left[..., -1] = (sinks != -np.inf)[:, None]
@@ -346,7 +378,7 @@ def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
     lse = np.where(some, lse[..., None], 0)
     log_weights = np.where(left, scores - lse, -np.inf)
     log_sum = np.where(some, -log_weights.max(axis=-1, keepdims=True), 0)  # of exp(scores - peak)
-    drawn_weights, grad_weights = weights, grad_out @ transposed(v)
+    drawn_weights, grad_weights = weights, grad_out @ _transposed(v)
     if drawn is not None:
         drawn = with_sink(drawn)
         drawn_weights, grad_weights = weights * drawn, grad_weights * drawn
@@ -355,114 +387,139 @@ def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
     z = grad_weights - delta
     sloped = weights if slope is None else weights * slope
     grad_scores, middle = sloped * z, sloped @ k  # middle: where a change of delta goes
-    grad_q, grad_k = factor * (grad_scores @ k), factor * fold(transposed(grad_scores) @ q)
+    grad_q, grad_k = factor * (grad_scores @ k), factor * fold(_transposed(grad_scores) @ q)
+    return _Exact(
+        q, k, v, grad_out, left, keys, rows, products, tanh, slope, cap, sums, of_alibi, weights, log_weights, lse, log_sum,
+        drawn, drawn_weights, grad_weights, out, delta, z, sloped, grad_scores, middle, grad_q, grad_k,
+    )  # fmt: skip
 
-    def sums_of_scores(x: Array) -> list[Array]:
-        """The sums of the pairs' gradients that are grad_sinks and grad_mask; x may have had its rows added up."""
-        of_sinks = [] if sinks is None else [x[..., -1].sum(axis=(0, 2))]
-        return of_sinks + ([] if problem.shape_of_mask is None else [_sum_to_shape(x[..., :length], problem.shape_of_mask)])
 
-    def carried_to_sums(model: _Rounding, errors: Array) -> list[Array]:
-        """Of these sums where the gradients err so: worst case in a row, where errors are shared."""
-        if problem.shape_of_mask is not None and problem.shape_of_mask[-1] == 1 and length > 1:
-            whole = errors[..., :length].sum(axis=-1, keepdims=True)
-            errors = np.concatenate([whole, np.zeros_like(errors[..., 1:length]), errors[..., length:]], axis=-1)
-        return [model.root(x) for x in sums_of_scores(model.raised(errors))]
+class _Propagation:
+    """How errors of a problem's steps go through those behind them."""
 
-    def of_scores(model: _Rounding) -> tuple[list[Array], Array]:
+    def __init__(self, u: float, tiny: float, problem: _Problem) -> None:
+        self.u, self.tiny, self.problem, self.exact = u, tiny, problem, _exact(u, problem)
+        self.worst = _Rounding(1, u)
+
+    def added_up(self, model: _Rounding) -> list[Array]:
+        """The bounds of the results, in one way of adding up."""
+        (own, *shared), of_slope = self.of_scores(model)
+        total = [model.join(*parts) for parts in zip(self.roundings(model, of_slope), self.changes(own, model, model))]
+        for errors, along_column in zip(shared, (model, self.worst, self.worst)):
+            total = [x + y for x, y in zip(total, self.changes(errors, self.worst, along_column))]
+        total[1] = total[1][..., 0]
+        return total
+
+    def of_scores(self, model: _Rounding) -> tuple[list[Array], Array]:
         """Errors of the scores: a pair's own; those that the keys of a row share; those that all share. Of the slope."""
+        x, u, factor = self.exact, self.u, self.problem.factor
+        q, k, products, tanh, slope, cap = x.q, x.k, x.products, x.tanh, x.slope, x.cap
         unit = model.unit
-        own = model.join(factor * model.rounded(width, q, transposed(k)), unit * products) + problem.lost_scores
-        errors, of_slope = [own, factor * unit * model.carried(q, transposed(k)), u * np.abs(products)], np.zeros(())
+        own = model.join(factor * model.rounded(q.shape[-1], q, _transposed(k)), unit * products) + self.problem.lost_scores
+        errors, of_slope = [own, factor * unit * model.carried(q, _transposed(k)), u * np.abs(products)], np.zeros(())
         if slope is not None:
             errors[0] = model.join(errors[0], 3 * unit * products)
             size = np.abs(products) / cap
             errors = [cap * np.tanh(e / cap) * (1 - tanh * np.tanh(size - e / cap)) for e in errors]  # tanh(a) - tanh(b)
             errors[0] = model.join(errors[0], 4 * unit * cap * tanh)
             of_slope = model.join(2 * tanh * sum(errors) / cap, unit * tanh, unit * slope)
-        if of_alibi is not None:
-            errors.append(of_alibi)
-        rounded = [unit * x for x in sums]
-        errors[0] = model.join(errors[0], *rounded, unit * np.where(left, log_weights + log_sum, 0), 3 * unit)
-        return [np.where(left, e, 0) for e in (errors if model.power == 2 else [sum(errors)])], of_slope
+        if x.of_alibi is not None:
+            errors.append(x.of_alibi)
+        rounded = [unit * each for each in x.sums]
+        errors[0] = model.join(errors[0], *rounded, unit * np.where(x.left, x.log_weights + x.log_sum, 0), 3 * unit)
+        return [np.where(x.left, e, 0) for e in (errors if model.power == 2 else [sum(errors)])], of_slope
 
-    def changes(errors: Array, along_row: _Rounding, along_column: _Rounding) -> list[Array]:
+    def changes(self, errors: Array, along_row: _Rounding, along_column: _Rounding) -> list[Array]:
         """Of out, lse, grad_q, grad_k, grad_v and the sums of gradients with errors of the scores, which add up so."""
+        x, tiny, factor, fold = self.exact, self.tiny, self.problem.factor, self.problem.fold
+        weights, log_weights, slope, drawn = x.weights, x.log_weights, x.slope, x.drawn
         shifted, linear = log_weights + errors, weights * errors
         most = shifted.max(axis=-1, keepdims=True, initial=0)
         large = np.where(errors < 1, weights * np.expm1(np.minimum(errors, 1)), np.exp(np.minimum(shifted, 300)))
-        of_lse = np.where(most < 300, np.log1p(along_row.along(large)), most + np.log(np.maximum(keys, 1)))
+        of_lse = np.where(most < 300, np.log1p(along_row.along(large)), most + np.log(np.maximum(x.keys, 1)))
         powers = along_row.raised(linear)
         others = along_row.root(np.maximum(powers.sum(axis=-1, keepdims=True) - powers, 0))
         relative = np.where((errors < 0.5) & (of_lse < 0.5), errors - linear + others, errors + of_lse)
         of_weights = np.where(
             relative < 1, weights * np.expm1(np.minimum(relative, 1)), np.exp(np.minimum(log_weights + relative, 0))
         )
-        of_weights = np.where(left, of_weights + tiny, 0)
-        weighted = of_weights * np.abs(z)
+        of_weights = np.where(x.left, of_weights + tiny, 0)
+        weighted = of_weights * np.abs(x.z)
         of_delta = along_row.along(weighted)
         weighted = weighted + of_weights * of_delta  # of second order, where weights change by as much as themselves
         of_capped = weighted + weights * of_delta  # behind the softcap
         of_grad_scores = of_capped if slope is None else of_capped * slope
         return [
-            along_row.about(of_weights, v, out, drawn),
+            along_row.about(of_weights, x.v, x.out, drawn),
             of_lse,
-            factor * along_row.about(weighted, k, middle, slope) + np.minimum(of_lse, 1) * np.abs(grad_q),
-            factor * along_column.carried(transposed(of_grad_scores), q, fold),
-            along_column.carried(transposed(of_weights if drawn is None else of_weights * drawn), grad_out, fold),
-            *carried_to_sums(along_column, of_capped),
+            factor * along_row.about(weighted, x.k, x.middle, slope) + np.minimum(of_lse, 1) * np.abs(x.grad_q),
+            factor * along_column.carried(_transposed(of_grad_scores), x.q, fold),
+            along_column.carried(_transposed(of_weights if drawn is None else of_weights * drawn), x.grad_out, fold),
+            *self.carried_to_sums(along_column, of_capped),
         ]
 
-    def roundings(model: _Rounding, of_slope: Array) -> list[Array]:
+    def roundings(self, model: _Rounding, of_slope: Array) -> list[Array]:
         """Of the same, behind the scores."""
+        x, factor, fold, keys, rows = self.exact, self.problem.factor, self.problem.fold, self.exact.keys, self.exact.rows
+        k, v, grad_out, drawn, weights, drawn_weights = x.k, x.v, x.grad_out, x.drawn, x.weights, x.drawn_weights
+        grad_weights, grad_scores, z, sloped, value_width = x.grad_weights, x.grad_scores, x.z, x.sloped, x.v.shape[-1]
         unit, ones = model.unit, np.ones((max(weights.shape[-1], value_width), 1))
         of_draw = 0.0 if drawn is None else unit  # of 1 / (1 - p); 2 of it: of a product with it too
         of_sum = model.rounded(keys, weights, ones[: weights.shape[-1]])  # relative, of the sum of exponentials
-        of_out = model.join(model.rounded(keys, drawn_weights, v), 3 * unit * out)
-        of_grad_weights = model.rounded(value_width, grad_out, transposed(v))
+        of_out = model.join(model.rounded(keys, drawn_weights, v), 3 * unit * x.out)
+        of_grad_weights = model.rounded(value_width, grad_out, _transposed(v))
         if drawn is not None:
-            of_out = model.join(of_out, of_draw * out, model.carried(2 * of_draw * drawn_weights, v))
+            of_out = model.join(of_out, of_draw * x.out, model.carried(2 * of_draw * drawn_weights, v))
             of_grad_weights = model.join(of_grad_weights * drawn, 2 * of_draw * grad_weights)
-        of_lse = model.join(of_sum, 3 * unit * log_sum, unit * lse)
-        of_weights = np.minimum(model.join(of_lse, unit * lse), 1)  # relative, of a whole row
+        of_lse = model.join(of_sum, 3 * unit * x.log_sum, unit * x.lse)
+        of_weights = np.minimum(model.join(of_lse, unit * x.lse), 1)  # relative, of a whole row
         of_delta = model.join(
-            model.rounded(value_width, grad_out * out, ones[:value_width]),
+            model.rounded(value_width, grad_out * x.out, ones[:value_width]),
             model.along(of_out * grad_out),
             model.rounded(keys, weights * grad_weights, ones[: weights.shape[-1]]),
             model.along(weights * of_grad_weights),
-            of_sum * delta,
+            of_sum * x.delta,
         )
         of_capped = model.join(weights * of_grad_weights, 5 * unit * weights * z, weights * of_delta, of_weights * weights * z)
         of_grad_scores = model.join(sloped * of_grad_weights, 5 * unit * grad_scores, weights * z * of_slope)
         of_grad_q = model.join(
             factor * model.rounded(keys, grad_scores, k), factor * model.carried(of_grad_scores, k),
-            factor * middle * of_delta, of_weights * grad_q, (2 * unit + of_draw) * grad_q,
+            factor * x.middle * of_delta, of_weights * x.grad_q, (2 * unit + of_draw) * x.grad_q,
         )  # fmt: skip
         of_grad_scores = model.join(of_grad_scores, sloped * of_delta, of_weights * grad_scores)
         of_grad_k = model.join(
-            factor * model.rounded(rows, transposed(grad_scores), q, fold),
-            factor * model.carried(transposed(of_grad_scores), q, fold), (2 * unit + of_draw) * grad_k,
+            factor * model.rounded(rows, _transposed(grad_scores), x.q, fold),
+            factor * model.carried(_transposed(of_grad_scores), x.q, fold), (2 * unit + of_draw) * x.grad_k,
         )  # fmt: skip
         of_grad_v = model.join(
-            model.rounded(rows, transposed(drawn_weights), grad_out, fold),
-            model.carried(transposed(drawn_weights * model.join(of_weights, 2 * of_draw)), grad_out, fold),
-            of_draw * fold(transposed(drawn_weights) @ grad_out),
+            model.rounded(rows, _transposed(drawn_weights), grad_out, fold),
+            model.carried(_transposed(drawn_weights * model.join(of_weights, 2 * of_draw)), grad_out, fold),
+            of_draw * fold(_transposed(drawn_weights) @ grad_out),
         )
         capped = weights * z
-        parts = map(sums_of_scores, (left + 0, capped, model.raised(capped)))
+        parts = map(self.sums_of_scores, (x.left + 0, capped, model.raised(capped)))
         of_sums = [
             model.join(error, of_draw * total, model.summed(terms, total, powers))
-            for error, terms, total, powers in zip(carried_to_sums(model, of_capped), *parts)
+            for error, terms, total, powers in zip(self.carried_to_sums(model, of_capped), *parts)
         ]
-        return [model.join(of_out, of_sum * out), of_lse, of_grad_q, of_grad_k, of_grad_v, *of_sums]
+        return [model.join(of_out, of_sum * x.out), of_lse, of_grad_q, of_grad_k, of_grad_v, *of_sums]
 
-    def added_up(model: _Rounding) -> list[Array]:
-        (own, *shared), of_slope = of_scores(model)
-        total = [model.join(*parts) for parts in zip(roundings(model, of_slope), changes(own, model, model))]
-        for errors, along_column in zip(shared, (model, worst, worst)):
-            total = [x + y for x, y in zip(total, changes(errors, worst, along_column))]
-        total[1] = total[1][..., 0]
-        return total
+    def sums_of_scores(self, x: Array) -> list[Array]:
+        """The sums of the pairs' gradients that are grad_sinks and grad_mask; x may have had its rows added up."""
+        of_sinks = [] if self.problem.sinks is None else [x[..., -1].sum(axis=(0, 2))]
+        shape, length = self.problem.shape_of_mask, self.problem.gone.shape[-1]
+        return of_sinks + ([] if shape is None else [_sum_to_shape(x[..., :length], shape)])
 
-    worst = _Rounding(1, u)
-    return [added_up(worst), added_up(_Rounding(2, u))]
+    def carried_to_sums(self, model: _Rounding, errors: Array) -> list[Array]:
+        """Of these sums where the gradients err so: worst case in a row, where errors are shared."""
+        shape, length = self.problem.shape_of_mask, self.problem.gone.shape[-1]
+        if shape is not None and shape[-1] == 1 and length > 1:
+            whole = errors[..., :length].sum(axis=-1, keepdims=True)
+            errors = np.concatenate([whole, np.zeros_like(errors[..., 1:length]), errors[..., length:]], axis=-1)
+        return [model.root(x) for x in self.sums_of_scores(model.raised(errors))]
+
+
+def _propagated(u: float, tiny: float, problem: _Problem) -> list[list[Array]]:
+    """The bounds of `error_bounds` in both ways of adding up."""
+    propagation = _Propagation(u, tiny, problem)
+    return [propagation.added_up(propagation.worst), propagation.added_up(_Rounding(2, u))]
