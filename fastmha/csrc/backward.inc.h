@@ -27,11 +27,15 @@ typedef struct {
 } FMHA_NAME(packed);
 
 /* lift is not 1; inverse may not be 1; products are kept; some of q, or of grad_out, is not finite; own sums are taken of the
- * only tile, where the work on it is begun. */
+ * only tile, where the work on it is begun; shift or delta of some row is not finite. */
 enum {
     FMHA_NAME(lifted_block) = 1, FMHA_NAME(far_block) = 2, FMHA_NAME(known_block) = 4, FMHA_NAME(nonfinite_q) = 8,
-    FMHA_NAME(nonfinite_grad_out) = 16, FMHA_NAME(lone_block) = 32
+    FMHA_NAME(nonfinite_grad_out) = 16, FMHA_NAME(lone_block) = 32, FMHA_NAME(nonfinite_rows) = 64
 };
+
+/* Whether a row's P, or dS, is not finite where its score is: then a score of -inf, which has P = 0 wherever it comes from, is looked for
+ * also where nothing is removed. An infinite shift is that of a row without any. */
+static inline int FMHA_NAME(is_nonfinite)(REAL shift, REAL delta) { return delta - delta != 0 || (shift - shift != 0 && shift != (REAL)INFINITY); }
 
 /* How many numbers few rows keep of each product. */
 static inline ptrdiff_t FMHA_NAME(kept_product)(const fmha_problem *p)
@@ -201,7 +205,7 @@ static int FMHA_NAME(backward_scores)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *b
     const fmha_problem *p = &w->run->p;
     REAL *slope = p->softcap != 0 ? w->m.slopes : NULL;
     int touched = FMHA_NAME(touched)(block, j, n);
-    *masked = touched || FMHA_NAME(rescored)(p);
+    *masked = touched || FMHA_NAME(rescored)(p) || ((int)*packed->kind & FMHA_NAME(nonfinite_rows));
     if (touched && FMHA_NAME(tile_removed)(p, block, j, n)) return -1;
     FMHA_NAME(tile) tile = FMHA_NAME(tile_of)(w, block, j, n);
     int banded = FMHA_NAME(set_spans)(block, j, n, GRANULE);
@@ -317,6 +321,7 @@ static int FMHA_NAME(take_own)(const FMHA_NAME(backward) *w, const FMHA_NAME(row
         packed->shift[r] = own->peak[r];
         packed->inverse[r] = own->total_lost[r];
         packed->delta[r] = own->delta[r];
+        if (FMHA_NAME(is_nonfinite)(own->peak[r], own->delta[r])) *packed->kind = (REAL)((int)*packed->kind | FMHA_NAME(nonfinite_rows));
         any = 1;
     }
     if (any) *packed->kind = (REAL)((int)*packed->kind | FMHA_NAME(far_block));
@@ -413,6 +418,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
             to->inverse[r] = state[FMHA_ROW_INVERSE];
             to->delta[r] = state[FMHA_ROW_DELTA];
             if (to->inverse[r] != 1) kind |= FMHA_NAME(far_block);
+            if (FMHA_NAME(is_nonfinite)(to->shift[r], to->delta[r])) kind |= FMHA_NAME(nonfinite_rows);
             continue;
         }
         REAL lse = ((const REAL *)run->lse)[FMHA_NAME(row_at)(run, block, r)];
@@ -421,6 +427,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
         if (ordinary && FMHA_NAME(is_idle)(p, g, to->delta[r], lse)) continue;     /* as an empty one */
         if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
+        if (FMHA_NAME(is_nonfinite)(lse == (REAL)INFINITY ? NEGATIVE_INFINITY : to->shift[r], to->delta[r])) kind |= FMHA_NAME(nonfinite_rows);
         if (p->sinks) to->sum[r] = FMHA_NAME(exp_of)(sink - to->shift[r]);
         any |= own[r] = (char)FMHA_NAME(is_far)(w, lone, lse);
     }
@@ -786,6 +793,18 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     }
     if (!finite) FMHA_NAME(tile_nonfinite)(p, block, j, n, g, tile.k, tile.ldk, p->D, grad_q, width);
     return multiplied;
+}
+
+/* Any NaN <- one, as multiply_rows has it, of rows that were made where they are wanted. */
+static void FMHA_NAME(make_nan_one)(ptrdiff_t rows, ptrdiff_t width, REAL *x, ptrdiff_t stride)
+{
+    VEC trace = v_splat(0);
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t d = 0; d < width; d += LANES) trace = trace + v_load(x + i * stride + d) * v_splat(0);
+    if (FMHA_NAME(sum)(trace) == 0) return;
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t d = 0; d < width; d++)
+            if (x[i * stride + d] != x[i * stride + d]) x[i * stride + d] = (REAL)NAN;
 }
 
 /* to <- factor * from, any NaN as one: which of two operands a sum of NaN takes its sign from may follow the threads. */

@@ -262,9 +262,10 @@ static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sum
     }
     FMHA_NAME(end_turn)(&sums->turn);
     if (!last) return;
-    if (!(sums->direct_k && multiplied))
-        FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
-    if (!sums->direct_v) FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums->total_v, x->value_width, sums->to_v, run->grad_v.stride[2]);
+    if (sums->direct_k && multiplied) FMHA_NAME(make_nan_one)(n, p->D, sums->total_k, x->width);
+    else FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
+    if (sums->direct_v) FMHA_NAME(make_nan_one)(n, p->Dv, sums->total_v, x->value_width);
+    else FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums->total_v, x->value_width, sums->to_v, run->grad_v.stride[2]);
 }
 
 /* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */

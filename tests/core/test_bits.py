@@ -72,12 +72,43 @@ def test_n_threads_agnosticism(isa, dtype, algorithm, name, rng):
 @algorithms
 def test_n_threads_agnosticism_of_nan(isa, dtype, algorithm, rules, rng):
     """Also of its sign, which a sum takes from one of its operands."""
-    q, k, v, g = draw(rng, 1, 4, 2, 300, 300, 16, 16, dtype)
-    k[0, 0, 40], v[0, 0, 100], v[0, 1, 7, 3] = np.nan, np.inf, -np.inf
+    for Lq in (61, 300):        # gradients of keys are made where they are wanted; or written there
+        q, k, v, g = draw(rng, 1, 4, 2, Lq, 300, 16, 16, dtype)
+        k[0, 0, 40], v[0, 0, 100], v[0, 1, 7, 3] = np.nan, np.inf, -np.inf
+        with np.errstate(all="ignore"):
+            one = run(fastmha, q, k, v, g, threads=1, algorithm=algorithm, **rules)
+            for threads in (2, 3, 7):
+                assert_same(one, run(fastmha, q, k, v, g, threads=threads, algorithm=algorithm, **rules))
+
+
+@pytest.mark.parametrize("poisoned", range(4), ids=["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("rules", [{}, {"is_causal": True, "offset": 200}, {"key_padding_lengths": [150]}], ids=str)
+@all_dtypes
+@algorithms
+def test_n_threads_agnosticism_of_a_poisoned_row(isa, dtype, algorithm, rules, poisoned, rng):
+    for Lq, Lk in ((8, 192), (61, 250), (192, 192)):
+        for poison in (np.nan, -np.nan, np.inf):
+            arrays = draw(rng, 1, 1, 1, Lq, Lk, 16, 16, dtype)
+            arrays[poisoned][0, 0, 5] = poison
+            with np.errstate(all="ignore"):
+                one = run(fastmha, *arrays, threads=1, algorithm=algorithm, **rules)
+                for threads in (2, 5, 16):
+                    assert_same(one, run(fastmha, *arrays, threads=threads, algorithm=algorithm, **rules))
+
+
+@pytest.mark.parametrize("rules", [{}, {"is_causal": True, "offset": 0}], ids=str)
+@all_dtypes
+@algorithms
+def test_a_score_of_minus_infinity_has_no_weight_also_in_a_row_that_is_no_number(isa, dtype, algorithm, rules, rng):
+    """Its keys get nothing of grad_v, whatever else is in their tile."""
+    q, k, v, g = draw(rng, 1, 1, 1, 192, 192, 16, 16, dtype)
+    q[0, 0, 100, 0] = np.inf
     with np.errstate(all="ignore"):
-        one = run(fastmha, q, k, v, g, threads=1, algorithm=algorithm, **rules)
-        for threads in (2, 3, 7):
-            assert_same(one, run(fastmha, q, k, v, g, threads=threads, algorithm=algorithm, **rules))
+        below = np.isneginf(q[0, 0, 100, 0] * k[0, 0, :, 0])
+        for threads in (1, 2, 5):
+            grad_v = run(fastmha, q, k, v, g, threads=threads, algorithm=algorithm, **rules)[4]
+            attended = np.arange(192) <= (100 if rules else 191)
+            assert np.array_equal(np.isnan(grad_v[0, 0]).any(axis=-1), attended & ~below)
 
 
 @all_dtypes
