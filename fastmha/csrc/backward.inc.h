@@ -795,27 +795,30 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     return multiplied;
 }
 
-/* Any NaN <- one, as multiply_rows has it, of rows that were made where they are wanted. */
-static void FMHA_NAME(make_nan_one)(ptrdiff_t rows, ptrdiff_t width, REAL *x, ptrdiff_t stride)
+/* x, with one 0 and one NaN: which operand a sum of NaN takes its sign from, and whether a sum that has underflowed to -0 meets a 0, may follow
+ * the threads. */
+static inline REAL FMHA_NAME(one_sign)(REAL x) { return x == 0 ? 0 : x == x ? x : (REAL)NAN; }
+
+/* The same of rows, in whole vectors, that were made where they are wanted: hardly any have such. */
+static void FMHA_NAME(sign_rows)(ptrdiff_t rows, ptrdiff_t width, REAL *x)
 {
     VEC trace = v_splat(0);
-    for (ptrdiff_t i = 0; i < rows; i++)
-        for (ptrdiff_t d = 0; d < width; d += LANES) trace = trace + v_load(x + i * stride + d) * v_splat(0);
-    if (FMHA_NAME(sum)(trace) == 0) return;
-    for (ptrdiff_t i = 0; i < rows; i++)
-        for (ptrdiff_t d = 0; d < width; d++)
-            if (x[i * stride + d] != x[i * stride + d]) x[i * stride + d] = (REAL)NAN;
+    IVEC zeros = v_equal(v_splat(0), v_splat(1));
+    for (ptrdiff_t e = 0; e < rows * width; e += LANES) {
+        const VEC value = v_load(x + e);
+        zeros |= v_equal(value, v_splat(0));
+        trace = trace + value * v_splat(0);
+    }
+    if (FMHA_NAME(sum)(trace) == 0 && !v_any(zeros)) return;
+    for (ptrdiff_t e = 0; e < rows * width; e++) x[e] = FMHA_NAME(one_sign)(x[e]);
 }
 
-/* to <- factor * from, any NaN as one: which of two operands a sum of NaN takes its sign from may follow the threads. */
+/* to <- factor * from, with one_sign. */
 static void FMHA_NAME(multiply_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
                                   ptrdiff_t stride)
 {
     for (ptrdiff_t i = 0; i < rows; i++)
-        for (ptrdiff_t d = 0; d < width; d++) {
-            const REAL value = factor * from[i * ld + d];
-            to[i * stride + d] = value == value ? value : (REAL)NAN;
-        }
+        for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = FMHA_NAME(one_sign)(factor * from[i * ld + d]);
 }
 
 /* grad rows of an element type <- factor * rest * sums, which may be written over. */

@@ -262,9 +262,9 @@ static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sum
     }
     FMHA_NAME(end_turn)(&sums->turn);
     if (!last) return;
-    if (sums->direct_k && multiplied) FMHA_NAME(make_nan_one)(n, p->D, sums->total_k, x->width);
+    if (sums->direct_k && multiplied) FMHA_NAME(sign_rows)(n, x->width, sums->total_k);
     else FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
-    if (sums->direct_v) FMHA_NAME(make_nan_one)(n, p->Dv, sums->total_v, x->value_width);
+    if (sums->direct_v) FMHA_NAME(sign_rows)(n, x->value_width, sums->total_v);
     else FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums->total_v, x->value_width, sums->to_v, run->grad_v.stride[2]);
 }
 

@@ -5,7 +5,8 @@ static inline void FMHA_NAME(write_lse)(const fmha_run *run, const FMHA_NAME(row
 {
     if (!run->lse) return;
     REAL *lse = (REAL *)run->lse + (block->b * run->p.H + block->head[r]) * run->p.Lq + block->query[r];
-    *lse = total == 0 ? NEGATIVE_INFINITY : (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
+    const REAL value = (peak == NEGATIVE_INFINITY ? 0 : peak) + REAL_LOG(total);
+    *lse = total == 0 ? NEGATIVE_INFINITY : value == value ? value : (REAL)NAN;
 }
 
 /* Row r of a block's results: of out, or what round_rows makes it of. */
@@ -35,8 +36,7 @@ static void FMHA_NAME(round_rows)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
 /* The block's rows of out and lse from its sums, which forward_block has left unless it has written out: those wanted, a bit
  * each. Returns which are tiny, and in finite whether all sums are. */
 static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
-                                       uint64_t wanted,
-                                       int *finite)
+                                       uint64_t wanted, int *finite)
 {
     const fmha_problem *p = &run->p;
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
@@ -67,6 +67,8 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
     for (ptrdiff_t r = 0; r < block->rows && some >> r; r++)
         if (some >> r & 1 && FMHA_NAME(tiny_row)(p->Dv, FMHA_NAME(out_row)(run, block, r, m))) tiny |= (uint64_t)1 << r;
     *finite = FMHA_NAME(sum)(trace) == 0;
+    for (ptrdiff_t r = 0; r < block->rows && !*finite; r++)
+        if (wanted >> r & 1) FMHA_NAME(one_nan)(p->Dv, FMHA_NAME(out_row)(run, block, r, m));
     return tiny;
 }
 
@@ -492,10 +494,10 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     }
     FMHA_NAME(softmax_block)(block, 0, n, s, peak, total, m.shrink);
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
-        VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0);
-        for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN */
-            VEC e = v_load(s + k * lds + q);
-            v_store(s + k * lds + q, v_select(v_equal(e, zero), zero, e * inverse));
+        VEC inverse = v_splat(1) / v_load(total + q), zero = v_splat(0), nan = v_splat((REAL)NAN);
+        for (ptrdiff_t k = 0; k < n; k++) {     /* what is 0 stays 0, also in empty rows and in rows with a NaN, which is one */
+            VEC e = v_load(s + k * lds + q), weight = e * inverse;
+            v_store(s + k * lds + q, v_select(v_equal(e, zero), zero, v_select(v_equal(weight, weight), weight, nan)));
         }
         block->low[q / LANES] = 0;
         block->high[q / LANES] = n;
@@ -506,8 +508,8 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     for (int careful = 0; careful < 2; careful++) {
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
-        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv,
-                block->rows), m.copy, &ld);
+        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv, block->rows),
+                                                m.copy, &ld);
         FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, lds, rows, ld, out, value_width);
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;
@@ -515,6 +517,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     uint64_t tiny = 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
+        FMHA_NAME(one_nan)(p->Dv, out + r * value_width);
         memcpy(FMHA_NAME(out_row)(run, block, r, &m), out + r * value_width, (size_t)p->Dv * sizeof(REAL));
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         if (FMHA_NAME(tiny_row)(p->Dv, out + r * value_width) && total[r] != 0) tiny |= (uint64_t)1 << r;

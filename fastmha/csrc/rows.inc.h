@@ -67,6 +67,13 @@ static inline VEC FMHA_NAME(divided_row)(ptrdiff_t n, const REAL *x, REAL diviso
     return trace;
 }
 
+/* NaN <- one of them: which operand a sum or product takes the sign from may follow the instructions, and these how many rows are at work. */
+static void FMHA_NAME(one_nan)(ptrdiff_t n, REAL *x)
+{
+    for (ptrdiff_t d = 0; d < n; d++)
+        if (x[d] != x[d]) x[d] = (REAL)NAN;
+}
+
 static inline void FMHA_NAME(divide_row)(ptrdiff_t n, REAL *x, REAL divisor) { FMHA_NAME(divided_row)(n, x, divisor, x, v_splat(0)); }
 
 static void FMHA_NAME(divide_rows)(ptrdiff_t rows, ptrdiff_t cols, void *x_, ptrdiff_t ldx, const void *divisor_)

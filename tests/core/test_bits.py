@@ -72,13 +72,24 @@ def test_n_threads_agnosticism(isa, dtype, algorithm, name, rng):
 @algorithms
 def test_n_threads_agnosticism_of_nan(isa, dtype, algorithm, rules, rng):
     """Also of its sign, which a sum takes from one of its operands."""
-    for Lq in (61, 300):        # gradients of keys are made where they are wanted; or written there
-        q, k, v, g = draw(rng, 1, 4, 2, Lq, 300, 16, 16, dtype)
-        k[0, 0, 40], v[0, 0, 100], v[0, 1, 7, 3] = np.nan, np.inf, -np.inf
+    for Lq, Lk in ((61, 300), (300, 300), (64, 800)):       # gradients made where they are wanted; or written; runs of keys
+        q, k, v, g = draw(rng, 1, 4, 2, Lq, Lk, 16, 16, dtype)
+        k[0, 0, 40], v[0, 0, 100], v[0, 1, 7, 3], k[0, 1, 80, 5], k[0, 1, 90] = np.nan, np.inf, -np.inf, np.nan, -np.inf
         with np.errstate(all="ignore"):
             one = run(fastmha, q, k, v, g, threads=1, algorithm=algorithm, **rules)
-            for threads in (2, 3, 7):
+            for threads in (2, 3, 7, 16):
                 assert_same(one, run(fastmha, q, k, v, g, threads=threads, algorithm=algorithm, **rules))
+
+
+@pytest.mark.parametrize("size", [1e-37, 3e-37, 1e-35])
+@algorithms
+def test_n_threads_agnosticism_where_sums_underflow(isa, algorithm, size, rng):
+    """Also of the sign of 0, from run to run."""
+    q, k, v, g = draw(rng, 1, 6, 2, 254, 191, 16, 16, np.float32)
+    g *= np.float32(size)
+    one = run(fastmha, q, k, v, g, threads=1, algorithm=algorithm, is_causal=True, offset=0)
+    for threads in (2, 3, 7, 7, 16, 16):
+        assert_same(one, run(fastmha, q, k, v, g, threads=threads, algorithm=algorithm, is_causal=True, offset=0))
 
 
 @pytest.mark.parametrize("poisoned", range(4), ids=["q", "k", "v", "grad_out"])
