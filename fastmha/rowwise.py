@@ -234,7 +234,8 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float = 1e-6, *, residual: 
     Returns
     -------
     (..., n) array
-        z / sqrt(mean(z²) + eps) · weight with z = x + residual.
+        z / sqrt(mean(z²) + eps) · weight with z = x + residual. Of a row with NaN in it all is NaN; beside an Inf, which
+        becomes NaN, what is finite becomes 0.
 
     Raises
     ------

@@ -142,7 +142,7 @@ def error_bounds(
     need_bias_grad
         As in `attention_backward`.
     algorithm
-        Ignored.
+        Ignored: the bounds hold for each, and so the keywords of a call serve.
 
     Returns
     -------

@@ -471,7 +471,7 @@ def attention_packed(
     is_causal, window, scale, softcap, sinks, alibi, dropout, seed, return_lse, out
         As in `attention`.
     algorithm, num_threads
-        Ignored.
+        Ignored: there is one algorithm here.
 
     Returns
     -------

@@ -142,8 +142,9 @@ def linear_backward(
     """grad_x, grad_W and, where there is a bias, grad_b; the gradient of the residual is grad_out."""
     with np.errstate(all="ignore"):
         g = _ACTIVATIONS[activation][1](grad_out, x @ W if b is None else x @ W + b)
-        rows = g.reshape(-1, g.shape[-1])
-        grads = g @ W.T, x.reshape(-1, x.shape[-1]).T @ rows
+        tokens = math.prod(x.shape[:-1])
+        rows = g.reshape(tokens, g.shape[-1])
+        grads = g @ W.T, x.reshape(tokens, x.shape[-1]).T @ rows
         return grads if b is None else (*grads, rows.sum(axis=0))
 
 

@@ -282,3 +282,13 @@ def test_packed_weights_say_what_they_are_and_keep_to_one_instruction_set():
             message = f'W is packed for "{isa}" but the instruction set is "{other}": pack it again'
             with selected(other), raises(ValueError, message):
                 fastmha.linear(np.ones(6), packed)
+
+
+@pytest.mark.parametrize(("tokens", "K", "N"), [(0, 3, 4), (5, 0, 4), (5, 3, 0), (5, 0, 0)])
+def test_gradients_of_nothing(tokens, K, N):
+    arrays = np.ones((tokens, 2, N)), np.ones((tokens, 2, K)), np.ones((K, N)), np.ones(N)
+    for functions in (fastmha, fastmha.reference):
+        grad_x, grad_W, grad_b = functions.linear_backward(*arrays)
+        assert (grad_x.shape, grad_W.shape, grad_b.shape) == (arrays[1].shape, (K, N), (N,))
+        assert (grad_x == N).all()
+        assert (grad_W == 2 * tokens).all()
