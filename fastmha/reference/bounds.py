@@ -163,9 +163,9 @@ def error_bounds(
 
     **A sum of n products** x_m, with sum S and sum of squares Q. Worst case: no partial sum is larger than ``sum|x_m|``, so that
     n + 1 roundings make ``(n + 1) u sum|x_m|``. Likely: each product errs by ``u |x_m|``, each addition by u times a partial sum.
-    Of terms in no particular order (sorted ones, and many that are equal, may err more) the first m have the mean m S / n and the variance (Q - S² / n) m
-    (n - m) / (n (n - 1)), so that the squares of all partial sums and products add up to S² (n + 1) / 3 + Q ((n + 1) / 6 + 1).
-    Blocks, lanes and fused multiply-adds round less.
+    Of terms in no particular order (sorted ones, and many that are equal, may err more) the first m have the mean m S / n and
+    the variance (Q - S² / n) m (n - m) / (n (n - 1)), so that the squares of all partial sums and products add up to
+    S² (n + 1) / 3 + Q ((n + 1) / 6 + 1). Blocks, lanes and fused multiply-adds round less.
 
     **A score** s_ij = scale q_i·k_j: its sum of D products; ``u |s_ij|`` where the scale is multiplied in, or u of each element
     of q, the same for all keys, if it is there; ``u |s_ij|`` of the scale itself. A softcap adds ``3 u |s|`` before the
