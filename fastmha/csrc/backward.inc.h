@@ -399,7 +399,7 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         *to->kind = 0;
         return;
     }
-    int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0;
+    int kind = FMHA_NAME(pack_queries)(p, block, to->q, to->lift) ? FMHA_NAME(lifted_block) : 0, any = 0, suspect = 0, nonfinite = 0;
     if (kind && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
     const int ordinary = !kind, lone = FMHA_NAME(is_lone)(w, block);
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
@@ -427,10 +427,11 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
         suspect |= to->delta[r] - to->delta[r] != 0;        /* a term that is not finite shows in it, also times 0 */
         if (ordinary && FMHA_NAME(is_idle)(p, g, to->delta[r], lse)) continue;     /* as an empty one */
         if (lse != NEGATIVE_INFINITY) to->shift[r] = lse;
-        if (FMHA_NAME(is_nonfinite)(lse == (REAL)INFINITY ? NEGATIVE_INFINITY : to->shift[r], to->delta[r])) kind |= FMHA_NAME(nonfinite_rows);
+        nonfinite |= lse != NEGATIVE_INFINITY && lse - lse != 0;
         if (p->sinks) to->sum[r] = FMHA_NAME(exp_of)(sink - to->shift[r]);
         any |= own[r] = (char)FMHA_NAME(is_far)(w, lone, lse);
     }
+    if (suspect || nonfinite) kind |= FMHA_NAME(nonfinite_rows);
     if (suspect && !FMHA_NAME(finite_block)(p, &run->grad_out, block, p->Dv)) kind |= FMHA_NAME(nonfinite_grad_out);
     if (any && lone && w->run->mode == FMHA_WHOLE) kind |= FMHA_NAME(lone_block);
     *to->kind = (REAL)kind;
@@ -795,40 +796,28 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     return multiplied;
 }
 
-/* x, with one 0 and one NaN: which operand a sum of NaN takes its sign from, and whether a sum that has underflowed to -0 meets a 0, may follow
- * the threads. */
-static inline REAL FMHA_NAME(one_sign)(REAL x) { return x == 0 ? 0 : x == x ? x : (REAL)NAN; }
-
-/* The same of rows, in whole vectors, that were made where they are wanted: hardly any have such. */
-static void FMHA_NAME(sign_rows)(ptrdiff_t rows, ptrdiff_t width, REAL *x)
-{
-    VEC trace = v_splat(0);
-    IVEC zeros = v_equal(v_splat(0), v_splat(1));
-    for (ptrdiff_t e = 0; e < rows * width; e += LANES) {
-        const VEC value = v_load(x + e);
-        zeros |= v_equal(value, v_splat(0));
-        trace = trace + value * v_splat(0);
-    }
-    if (FMHA_NAME(sum)(trace) == 0 && !v_any(zeros)) return;
-    for (ptrdiff_t e = 0; e < rows * width; e++) x[e] = FMHA_NAME(one_sign)(x[e]);
-}
-
-/* to <- factor * from, with one_sign. */
-static void FMHA_NAME(multiply_rows)(ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld, REAL *to,
-                                  ptrdiff_t stride)
+/* to <- factor * from, with one NaN, and where `zeros`, one 0: which operand a sum of NaN takes its sign from may follow the threads; and so may
+ * whether a sum that has underflowed to -0 meets a 0, where sums are added to each other in turn. */
+INLINED void FMHA_NAME(multiply_rows)(const int zeros, ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld,
+                                      REAL *to, ptrdiff_t stride)
 {
     for (ptrdiff_t i = 0; i < rows; i++)
-        for (ptrdiff_t d = 0; d < width; d++) to[i * stride + d] = FMHA_NAME(one_sign)(factor * from[i * ld + d]);
+        for (ptrdiff_t d = 0; d < width; d++) {
+            const REAL x = factor * from[i * ld + d];
+            to[i * stride + d] = zeros && x == 0 ? 0 : x == x ? x : (REAL)NAN;
+        }
 }
 
 /* grad rows of an element type <- factor * rest * sums, which may be written over. */
-static void FMHA_NAME(write_rows)(int type, ptrdiff_t rows, ptrdiff_t width, REAL factor, REAL rest, REAL *from, ptrdiff_t ld, char *to_,
-                                  ptrdiff_t stride)
+static void FMHA_NAME(write_rows)(int type, int zeros, ptrdiff_t rows, ptrdiff_t width, REAL factor, REAL rest, REAL *from, ptrdiff_t ld,
+                                  char *to_, ptrdiff_t stride)
 {
     REAL *to = type == FMHA_SAME ? (REAL *)to_ : from;
     ptrdiff_t ldt = type == FMHA_SAME ? stride : ld;
-    FMHA_NAME(multiply_rows)(rows, width, factor, from, ld, to, ldt);
-    if (rest != 1) FMHA_NAME(multiply_rows)(rows, width, rest, to, ldt, to, ldt);
+    if (zeros) FMHA_NAME(multiply_rows)(1, rows, width, factor, from, ld, to, ldt);
+    else FMHA_NAME(multiply_rows)(0, rows, width, factor, from, ld, to, ldt);
+    if (rest != 1 && zeros) FMHA_NAME(multiply_rows)(1, rows, width, rest, to, ldt, to, ldt);
+    else if (rest != 1) FMHA_NAME(multiply_rows)(0, rows, width, rest, to, ldt, to, ldt);
     if (type != FMHA_SAME) FMHA_NAME(store_rows)(type, rows, width, from, ld, to_, stride);
 }
 

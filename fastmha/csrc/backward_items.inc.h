@@ -245,6 +245,16 @@ static int FMHA_NAME(begin_sums)(const FMHA_NAME(gradients) *x, ptrdiff_t j, ptr
     return 1;
 }
 
+/* Whether gradients that the only block of a head made where they are wanted may have NaN in them: of ordinary rows they have none, and to read them
+ * would be to wait until they are written. */
+static int FMHA_NAME(may_have_nan)(const FMHA_NAME(gradients) *x)
+{
+    if (x->states_known || (int)*x->packed.kind & (FMHA_NAME(nonfinite_rows) | FMHA_NAME(nonfinite_q) | FMHA_NAME(nonfinite_grad_out))) return 1;
+    VEC trace = v_splat(0);
+    for (ptrdiff_t r = 0; r < x->last_row; r += LANES) trace = trace + v_load(x->packed.sum + r) * v_splat(0);
+    return FMHA_NAME(sum)(trace) != 0;
+}
+
 /* The item has added all that it has; multiplied: grad_k, where it is wanted, by the scale, too. */
 static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sums) *sums, int multiplied, int last)
 {
@@ -262,10 +272,14 @@ static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sum
     }
     FMHA_NAME(end_turn)(&sums->turn);
     if (!last) return;
-    if (sums->direct_k && multiplied) FMHA_NAME(sign_rows)(n, x->width, sums->total_k);
-    else FMHA_NAME(write_rows)(p->stored, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
-    if (sums->direct_v) FMHA_NAME(sign_rows)(n, x->value_width, sums->total_v);
-    else FMHA_NAME(write_rows)(p->stored, n, p->Dv, 1, 1, sums->total_v, x->value_width, sums->to_v, run->grad_v.stride[2]);
+    const int zeros = x->matrix || run->cut.rows > BLOCK_ROWS;      /* several blocks */
+    if (!(sums->direct_k && multiplied))
+        FMHA_NAME(write_rows)(p->stored, zeros, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
+    if (!sums->direct_v)
+        FMHA_NAME(write_rows)(p->stored, zeros, n, p->Dv, 1, 1, sums->total_v, x->value_width, sums->to_v, run->grad_v.stride[2]);
+    if (!(sums->direct_k || sums->direct_v) || !FMHA_NAME(may_have_nan)(x)) return;
+    if (sums->direct_k) FMHA_NAME(one_nan)(n * x->width, sums->total_k);
+    if (sums->direct_v) FMHA_NAME(one_nan)(n * x->value_width, sums->total_v);
 }
 
 /* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */
@@ -392,7 +406,7 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
 #endif
         for (ptrdiff_t r = 0; r < block.rows; r++) {
             const ptrdiff_t h = x->item.h * group + (i0 + r) / p->Lq, i = (i0 + r) % p->Lq;
-            FMHA_NAME(write_rows)(p->element, 1, p->D, factor, rest, own.grad_q + r * x->width, x->width,
+            FMHA_NAME(write_rows)(p->element, 1, 1, p->D, factor, rest, own.grad_q + r * x->width, x->width,
                                   FMHA_NAME(row_in)(p->element, &run->grad_q, x->item.b, h, i), 0);
             if (!run->row_states || p->Lk == 0) continue;
             REAL *state = (REAL *)run->row_states + ((x->item.b * p->H + h) * p->Lq + i) * FMHA_ROW_STATE;
