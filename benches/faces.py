@@ -15,7 +15,6 @@ Exit status 1 if a floor is missed or an answer is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,9 +22,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from findings import Finding, Floor, Section, Table, best_times, options_of, repeated, report
-from models import Arm, Call, line, measured, torch_of
-from processes import has, serve
+from findings import Finding, Floor, Section, Table, best_times, repeated
+from models import Call, command, line, measured, torch_of
+from processes import has
 
 WIDTH = {"vocab_size": 1000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
          "max_position_embeddings": 8192, "initializer_range": 0.05, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -157,15 +156,12 @@ def calls(options: argparse.Namespace) -> Iterator[Table]:
 SECTIONS: dict[str, Section] = {"models": models, "weights": weights, "calls": calls}
 
 
+def call_of(name: str, of: dict[str, Any], threads: int) -> Call:
+    return (make if "model" in of else load)(name, of, threads)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = options_of(__doc__, SECTIONS)
-    made.add_argument("--arm", type=json.loads, help=argparse.SUPPRESS)
-    options = made.parse_args(arguments)
-    if options.arm:
-        name, of = options.arm
-        serve(Arm((make if "model" in of else load)(name, of, options.threads)))
-        return 0
-    return report(SECTIONS, options, "benches/faces.py", sys.argv[1:] if arguments is None else arguments)
+    return command(__doc__, SECTIONS, "benches/faces.py", call_of, arguments)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,20 @@ class Arm:
         return best
 
 
+def command(description: str | None, sections: dict[str, Section], script: str,
+            call_of: Callable[[str, dict[str, Any], int], Call], arguments: Sequence[str] | None) -> int:
+    """That of a script whose arms are processes: `call_of` makes the call of the arm named, for the work that a table says, on
+    so many threads."""
+    made = options_of(description, sections)
+    made.add_argument("--arm", type=json.loads, help=argparse.SUPPRESS)
+    options = made.parse_args(arguments)
+    if options.arm:
+        name, of = options.arm
+        serve(Arm(call_of(name, of, options.threads)))
+        return 0
+    return report(sections, options, script, sys.argv[1:] if arguments is None else arguments)
+
+
 def measured(names: Sequence[str], of: dict[str, Any], options: argparse.Namespace, alike: bool = True,
              script: str = __file__, turns: int = TURNS) -> dict[str, tuple[float, int]]:
     """Name of the arm of a script -> (best seconds, bytes at the peak); `alike`: the answers are the same."""
@@ -392,15 +406,12 @@ ARMS: dict[tuple[str, str], Make] = {
 SECTIONS: dict[str, Section] = {"packed": packed, "rules": rules, "layers": layers, "sentences": sentences}
 
 
+def call_of(name: str, of: dict[str, Any], threads: int) -> Call:
+    return ARMS[of.get("section", "packed"), name](of, threads)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = options_of(__doc__, SECTIONS)
-    made.add_argument("--arm", type=json.loads, help=argparse.SUPPRESS)
-    options = made.parse_args(arguments)
-    if options.arm:
-        name, of = options.arm
-        serve(Arm(ARMS[of.get("section", "packed"), name](of, options.threads)))
-        return 0
-    return report(SECTIONS, options, "benches/models.py", sys.argv[1:] if arguments is None else arguments)
+    return command(__doc__, SECTIONS, "benches/models.py", call_of, arguments)
 
 
 if __name__ == "__main__":

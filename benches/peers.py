@@ -16,7 +16,6 @@ Exit status 1 if an answer is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,9 +23,9 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
-from findings import Finding, Section, Table, options_of, report
-from models import Arm, Call, measured, torch_of
-from processes import has, serve
+from findings import Finding, Section, Table
+from models import Call, command, measured, torch_of
+from processes import has
 
 import fastmha
 
@@ -289,14 +288,7 @@ SECTIONS: dict[str, Section] = {"attention": attention, "decode": decode, "layer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = options_of(__doc__, SECTIONS)
-    parser.add_argument("--arm", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.arm:
-        name, of = options.arm
-        serve(Arm(made(name, of, options.threads)))
-        return 0
-    return report(SECTIONS, options, "benches/peers.py", sys.argv[1:] if arguments is None else arguments)
+    return command(__doc__, SECTIONS, "benches/peers.py", made, arguments)
 
 
 if __name__ == "__main__":
