@@ -187,6 +187,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t whole, keys, share, together
         double balance
     ptrdiff_t fmha_dealt(ptrdiff_t items, double bytes, int threads)
+    ptrdiff_t fmha_decode_dealt(ptrdiff_t many, ptrdiff_t threads) nogil
     fmha_cut fmha_backward_cut(const fmha_problem *, int mode, const fmha_split *)
     fmha_split fmha_backward_split(const fmha_problem *, int threads, int *quick)
     ptrdiff_t fmha_chunks(const fmha_problem *)

@@ -223,9 +223,9 @@ def makespan(items: np.ndarray, threads: int) -> float:
     return float(busy.max())
 
 
-def _together(problem: Problem, items: np.ndarray, threads: int) -> np.ndarray:
-    """The costs of what a thread takes at a time, from those of items that are whole heads where these are short."""
-    some = _core.taken_together(problem, len(items), threads)
+def _together(problem: Problem, items: np.ndarray, threads: int, decode: bool = False) -> np.ndarray:
+    """The costs of what a thread takes at a time, from those of items that are heads, where these are short; or of "decode"."""
+    some = _core.taken_together(problem, len(items), threads, decode)
     return items if some == 1 else np.add.reduceat(items, np.arange(0, len(items), some))
 
 
@@ -240,7 +240,7 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
         each = np.where(read, chunks["keys"].max(initial=0), 0)
-        return [_together(problem, each, threads) if len(chunks) == len(heads) else each, np.zeros(len(heads))], float(each.sum())
+        return [_together(problem, each, threads, decode=True), np.zeros(len(heads))], float(each.sum())
     if BY_NAME[name] is TILED and not backward:
         of = _pairs_of_items(problem, passes[0])
         items, *merged = _costs_of_blocks(problem, of, *passes)

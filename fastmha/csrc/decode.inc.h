@@ -37,12 +37,21 @@ static int FMHA_NAME(vectors_along)(const fmha_problem *p, ptrdiff_t rows, ptrdi
     return DECODE_VECTORS(p->stored, 1, vectors) == vectors ? (int)vectors : 0;
 }
 
+/* Whether heads are long enough for their first scores to be made beside the last values of the head before: of short ones memory
+ * delivers what little is computed with just as fast. */
+static int FMHA_NAME(begins_beside)(const fmha_problem *p, ptrdiff_t rows)
+{
+    const ptrdiff_t bytes = p->D * FMHA_NAME(stored_size)(p->stored);
+    return p->Lk >= (rows * bytes >= DECODE_MUCH ? DECODE_BESIDE / 2 : bytes >= DECODE_WIDE ? DECODE_BESIDE * 3 / 2 : DECODE_BESIDE);
+}
+
 static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
     const ptrdiff_t keys = p->B * p->Hkv * p->Lk, of_key = k_bytes + v_bytes + 1;
     if (keys <= DECODE_CLOSE / of_key) return (FMHA_NAME(ahead)){.turns = 0};
-    const int turns = keys > DECODE_NEAR / of_key, along = turns ? FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / of_key) : 0;
+    const int turns = keys > DECODE_NEAR / of_key, gaps = p->Lk < DECODE_LONG_HEAD && FMHA_NAME(begins_beside)(p, rows);
+    const int along = turns && !gaps ? FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / of_key) : 0;
     /* Of long rows a single query row is as fast along, and more than four are faster otherwise. */
     const int close = p->stored == FMHA_SAME && fmha_cpu_fetches && (k_bytes < DECODE_WIDE || (rows <= DECODE_TOGETHER && !along));
     const int vectors = close ? 0 : along;
@@ -60,15 +69,31 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t
     };
 }
 
-/* Scratch of one thread: q scaled (rows, width), scores of a block of keys and of the block after it (rows, keys), of which
- * `ready` are computed, of each row what its sums shrink by and the lift of its scores; values (keys, value width) where they
- * must be copied, and where they must be converted. */
+/* The item that a thread takes next: its number among all, from 1 on; the first block of keys that it attends, none where nothing
+ * can be done for it beforehand. */
 typedef struct {
-    REAL *q, *scores, *after, *shrink, *lift, *copy, *converted;
+    ptrdiff_t number, b, hkv, first, keys;
+} FMHA_NAME(decode_next);
+
+/* What a thread has done for the item that it takes next, if that has this number: q scaled, and scores of as many keys as are
+ * `ready`. */
+typedef struct {
+    ptrdiff_t number, ready;
+    REAL *q, *scores;
+} FMHA_NAME(decode_begun);
+
+/* Scratch of one thread. At its start, 0 when a run begins: what is done of the next item. q scaled (rows, width), here and of the
+ * next item; scores (rows, keys) of a block of keys, of the block after it, of which `ready` are computed, and of the next item's
+ * first; of each row what its sums shrink by and the lift of its scores; values (keys, value width) where they must be copied, and
+ * where they must be converted. */
+typedef struct {
+    FMHA_NAME(decode_begun) *begun;
+    REAL *q, *next_q, *scores, *after, *next_scores, *shrink, *lift, *copy, *converted;
     ptrdiff_t ready;
     FMHA_NAME(ahead) ahead;
     FMHA_NAME(next) *next;
     const char *then;           /* the first keys of the item that the thread takes next, or NULL */
+    FMHA_NAME(decode_next) item;
 } FMHA_NAME(decode_memory);
 
 /* Returns the size in REALs; without memory that is all. */
@@ -77,9 +102,13 @@ static ptrdiff_t FMHA_NAME(decode_layout)(const fmha_problem *p, REAL *memory, F
     ptrdiff_t used = 0, rows = fmha_heads_cut(p).rows;
     m->next = NULL;
     m->then = NULL;
+    m->item.keys = 0;
+    m->begun = (FMHA_NAME(decode_begun) *)FMHA_NAME(take)(memory, &used, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL));
     m->q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
+    m->next_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
     m->scores = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
     m->after = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
+    m->next_scores = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
     m->shrink = FMHA_NAME(take)(memory, &used, rows);
     m->lift = FMHA_NAME(take)(memory, &used, rows);
     m->copy = FMHA_NAME(take)(memory, &used, DECODE_STEP * ROUND_UP(p->Dv, LANES));
@@ -464,11 +493,11 @@ static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, 
     }
 }
 
-/* scores (rows, keys) <- q (rows, width, padded) @ k (keys, D).T, whose values are fetched. */
+/* scores (rows, keys) <- q (rows, width, padded) @ k (keys, D).T, whose values from v on are fetched, unless that is NULL. */
 static void FMHA_NAME(decode_scores)(const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys, const REAL *q,
                                      const char *k, const char *v, REAL *scores)
 {
-    FMHA_NAME(decode_passes)(p->stored, FMHA_NAME(scores_alone), p, ahead, rows, 0, keys, q, k, scores, scores, v,
+    FMHA_NAME(decode_passes)(p->stored, FMHA_NAME(scores_alone), p, ahead, rows, !v, keys, q, k, scores, scores, v,
                              p->v.stride[2], scores, NULL);
 }
 
@@ -542,9 +571,59 @@ static void FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, p
     }
 }
 
+/* Row r of a group's queries. */
+static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t r)
+{
+    return FMHA_NAME(row_in)(p->element, &p->q, b, hkv * (p->H / p->Hkv) + r / p->Lq, r % p->Lq);
+}
+
+/* q (rows, width) <- the group's queries, scaled. Returns what their scores must be multiplied by, in `lift`, or NULL: 1. */
+static const REAL *FMHA_NAME(decode_queries)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t rows, REAL *q, REAL *lift)
+{
+    const ptrdiff_t width = ROUND_UP(p->D, LANES);
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
+    VEC squares = v_splat(0);
+    for (ptrdiff_t r = 0; r < rows; r++)
+        squares = FMHA_NAME(pack_row)(p->element, p->D, factor, FMHA_NAME(decode_query)(p, b, hkv, r), q + r * width, squares);
+    int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
+    for (ptrdiff_t r = 0; lifted && r < rows; r++) {
+        const char *at = FMHA_NAME(decode_query)(p, b, hkv, r);
+        lift[r] = FMHA_NAME(row_lift)(p->element, p->D, at, factor);
+        const REAL *from = FMHA_NAME(real_row)(p->element, at, p->D, q + r * width);
+        for (ptrdiff_t d = 0; d < p->D; d++) q[r * width + d] = (REAL)((double)factor / lift[r]) * from[d];
+        lift[r] *= rest;
+    }
+    return lifted ? lift : NULL;
+}
+
+/* Whether the next item has been begun, if only now: its queries are ready. */
+static int FMHA_NAME(begin_next)(const fmha_problem *p, ptrdiff_t rows, FMHA_NAME(decode_memory) *m)
+{
+    if (m->item.keys <= 0) return 0;
+    if (m->begun->number == m->item.number) return 1;
+    if (FMHA_NAME(decode_queries)(p, m->item.b, m->item.hkv, rows, m->next_q, m->lift)) return 0;
+    *m->begun = (FMHA_NAME(decode_begun)){m->item.number, 0, m->next_q, m->next_scores};
+    return 1;
+}
+
+/* From key e on, as far as there are whole steps, out <- shrink * out + weights @ v of keys e .. n of a block whose first value is v,
+ * in turns with the scores of `left` keys from k on. Values of the first `ready` keys are fetched. Returns the first key left. */
+static ptrdiff_t FMHA_NAME(turns_from)(ptrdiff_t e, const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t n,
+                                       ptrdiff_t ready, ptrdiff_t left, const REAL *q, const char *k, REAL *scores,
+                                       const REAL *weights, const char *v, REAL *out, const REAL *shrink)
+{
+    const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), from = e, end = e + (left < n - e ? left : n - e) / DECODE_STEP * DECODE_STEP;
+    for (ptrdiff_t to; e < end; e = to) {
+        to = e < ready && ready < end ? ready : end;
+        FMHA_NAME(decode_turns)(p, ahead, rows, e >= ready, to - e, q, k + (e - from) * p->k.stride[2] * size, scores + e - from, weights + e,
+                                v + e * p->v.stride[2] * size, out, e ? NULL : shrink);
+    }
+    return e;
+}
+
 /* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums
  * are finite: then it is to be done again with care. purpose: 0, careful or raised. m->ready: of how many keys m->scores holds
- * the scores already; on return, of those after the chunk, up to `end`. */
+ * the scores already; on return, of those after the chunk, up to `end`, the item's. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
@@ -565,9 +644,11 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         ptrdiff_t n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS, ready = m->ready;
         if (lift) fmha_keep_subnormal_operands();
         FMHA_NAME(fetch_part)(m->next, 0);
+        const int rest = ready > 0 && n - ready < DECODE_STEP;      /* whose values come behind others that are not fetched either */
         if (ready < n)
             FMHA_NAME(decode_scores)(p, &m->ahead, rows, n - ready, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + ready),
-                                     FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + ready), scores + ready);
+                                     rest ? NULL : FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + ready), scores + ready);
+        if (rest) ready = n;
         FMHA_NAME(fetch_part)(m->next, 1);
         if (lift) FMHA_NAME(set_control)(p);
         for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
@@ -575,15 +656,28 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         partly |= touched;
         FMHA_NAME(fetch_part)(m->next, 2);
         FMHA_NAME(fetch_part)(m->next, 3);
-        /* In turns with the next block, as far as both have whole steps: values that were not fetched with their scores, and the others. */
-        ptrdiff_t e = 0, steps = in_turns ? (end - j - DECODE_KEYS < n ? end - j - DECODE_KEYS : n) / DECODE_STEP * DECODE_STEP : 0;
-        for (ptrdiff_t to = ready < steps ? ready : steps; e < steps; e = to, to = steps)
-            FMHA_NAME(decode_turns)(p, &m->ahead, rows, e >= ready, to - e, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + DECODE_KEYS + e),
-                                    after + e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e), out, e ? NULL : shrink);
+        /* In turns with the next block, and behind the last one with the next item's first, as far as all have whole steps. */
+        const char *v = FMHA_NAME(stored_row)(p, &p->v, b, hkv, j);
+        ptrdiff_t e = 0;
+        if (in_turns) e = FMHA_NAME(turns_from)(0, p, &m->ahead, rows, n, ready, end - j - n, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + n),
+                              after, scores, v, out, shrink);
         m->ready = e;
+        const int begins = in_turns && n - e >= DECODE_STEP && end - j - n < n && FMHA_NAME(begin_next)(p, rows, m);
+        if (begins) {
+            const ptrdiff_t before = e, begun = m->begun->ready, left = end - j - n - e;
+            if (left > 0) {             /* keys are read in their order */
+                FMHA_NAME(decode_scores)(p, &m->ahead, rows, left, q, FMHA_NAME(stored_row)(p, &p->k, b, hkv, j + n + e), NULL, after + e);
+                m->ready += left;
+            }
+            e = FMHA_NAME(turns_from)(e, p, &m->ahead, rows, n, ready, m->item.keys - begun, m->next_q,
+                                      FMHA_NAME(stored_row)(p, &p->k, m->item.b, m->item.hkv, m->item.first + begun),
+                                      m->next_scores + begun, scores, v, out, shrink);
+            m->begun->ready += e - before;
+        }
         /* The values alone: bits are the same wherever an item ends and however the values are stored. */
         if (e < n && whole && !raised && !(careful && touched)) {
-            m->ahead.then = j + n == end ? m->then : NULL;      /* memory would deliver these values alone */
+            m->ahead.then = j + n < end ? NULL : !begins ? m->then      /* memory would deliver these values alone */
+                            : FMHA_NAME(stored_row)(p, &p->k, m->item.b, m->item.hkv, m->item.first + m->begun->ready);
             FMHA_NAME(decode_values)(p->stored, p, &m->ahead, rows, n - e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
                                      p->v.stride[2], out, e ? NULL : shrink);
             m->ahead.then = NULL;
@@ -596,37 +690,17 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     return partly && !FMHA_NAME(all_finite)(rows, value_width, out, value_width);
 }
 
-/* Row r of a group's queries. */
-static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t r)
+/* Where of a chunk from key j on the block begins that has the first of the keys from `low` on. */
+static inline ptrdiff_t FMHA_NAME(chunk_begin)(ptrdiff_t j, ptrdiff_t low)
 {
-    return FMHA_NAME(row_in)(p->element, &p->q, b, hkv * (p->H / p->Hkv) + r / p->Lq, r % p->Lq);
-}
-
-/* m->q (rows, width) <- the group's queries, scaled. Returns what their scores must be multiplied by, NULL: 1. */
-static const REAL *FMHA_NAME(decode_queries)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t rows, FMHA_NAME(decode_memory) *m)
-{
-    REAL *q = m->q, *lift = m->lift;
-    const ptrdiff_t width = ROUND_UP(p->D, LANES);
-    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
-    VEC squares = v_splat(0);
-    for (ptrdiff_t r = 0; r < rows; r++)
-        squares = FMHA_NAME(pack_row)(p->element, p->D, factor, FMHA_NAME(decode_query)(p, b, hkv, r), q + r * width, squares);
-    int lifted = !(FMHA_NAME(sum)(squares) < HUGE_POWER) || rest != 1;
-    for (ptrdiff_t r = 0; lifted && r < rows; r++) {
-        const char *at = FMHA_NAME(decode_query)(p, b, hkv, r);
-        lift[r] = FMHA_NAME(row_lift)(p->element, p->D, at, factor);
-        const REAL *from = FMHA_NAME(real_row)(p->element, at, p->D, q + r * width);
-        for (ptrdiff_t d = 0; d < p->D; d++) q[r * width + d] = (REAL)((double)factor / lift[r]) * from[d];
-        lift[r] *= rest;
-    }
-    return lifted ? lift : NULL;
+    return j < low ? j + (low - j) / DECODE_KEYS * DECODE_KEYS : j;
 }
 
 /* Of the chunk from key j on, those from `low` on and before `end`. */
 static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
                                       const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
-    const ptrdiff_t first = j < low ? j + (low - j) / DECODE_KEYS * DECODE_KEYS : j;
+    const ptrdiff_t first = FMHA_NAME(chunk_begin)(j, low);
     const ptrdiff_t last = end - j < FMHA_CHUNK_KEYS ? end : j + FMHA_CHUNK_KEYS;
     return FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, m, result, purpose);
 }
@@ -642,7 +716,7 @@ static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *b
     FMHA_NAME(decode_layout)(p, scratch, &m);
     m.ahead = FMHA_NAME(decode_ahead)(p, block->rows);
     memset(m.copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
-    const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, &m);
+    const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, m.q, m.lift);
     REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
         const ptrdiff_t c = j / FMHA_CHUNK_KEYS * size;
@@ -678,8 +752,8 @@ static ptrdiff_t FMHA_NAME(merge_scratch)(const fmha_problem *p)
 /* And of one that computes chunks. The only one of a head comes first, and is merged where it was computed. */
 static ptrdiff_t FMHA_NAME(decode_item_scratch)(const fmha_problem *p)
 {
-    if (fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1) return FMHA_NAME(decode_scratch)(p);
-    return FMHA_NAME(chunk_scratch)(p) + FMHA_NAME(merge_scratch)(p);
+    const ptrdiff_t own = FMHA_NAME(decode_scratch)(p);
+    return fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1 ? own : own + FMHA_NAME(chunk_scratch)(p) + FMHA_NAME(merge_scratch)(p);
 }
 
 /* Partial softmaxes of the chunks of key/value head `index`, from the first one on, become one, in their order. */
@@ -820,6 +894,32 @@ static __attribute__((noinline)) int FMHA_NAME(few_keys_row)(const fmha_run *run
     return 1;
 }
 
+/* The first block of keys of an item that can be begun beforehand. */
+static FMHA_NAME(decode_next) FMHA_NAME(first_block)(const fmha_run *run, const fmha_item *item, ptrdiff_t index)
+{
+    ptrdiff_t low, high, end = item->j0 + item->cols;
+    fmha_block_keys(&run->p, item->b, 0, run->p.Lq, &low, &high);
+    if (end > high) end = high;
+    if (end > item->j0 + FMHA_CHUNK_KEYS) end = item->j0 + FMHA_CHUNK_KEYS;
+    const ptrdiff_t first = FMHA_NAME(chunk_begin)(item->j0, low), keys = end - first;
+    return (FMHA_NAME(decode_next)){run->items_before + index + 1, item->b, item->h, first, keys < DECODE_KEYS ? keys : DECODE_KEYS};
+}
+
+/* The item's queries are in m->q, and m->ready of the first scores, if the thread has begun it before. Returns what decode_queries
+ * does. */
+static const REAL *FMHA_NAME(begin_decode)(const fmha_run *run, const fmha_item *item, ptrdiff_t index, FMHA_NAME(decode_memory) *m)
+{
+    REAL *const q = m->q, *const scores = m->scores;
+    m->ready = 0;
+    if (m->begun->number != run->items_before + index + 1) return FMHA_NAME(decode_queries)(&run->p, item->b, item->h, item->rows, q, m->lift);
+    m->ready = m->begun->ready;
+    if (q != m->begun->q) m->q = m->next_q, m->next_q = q;
+    m->scores = m->begun->scores;
+    if (m->scores == m->after) m->after = scores;
+    else if (m->scores == m->next_scores) m->next_scores = scores;
+    return NULL;
+}
+
 /* Item: chunks of keys of a key/value head; of the only one, what it leaves becomes the result. */
 static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
 {
@@ -832,9 +932,8 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(decode_memory) m;
     FMHA_NAME(chunk) result;
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    scratch += FMHA_NAME(decode_layout)(p, scratch, &m);
     if (chunks == 1) scratch += FMHA_NAME(chunk_layout)(p, scratch, &result);
-    FMHA_NAME(decode_layout)(p, scratch, &m);
-    m.ready = 0;
     m.ahead = FMHA_NAME(decode_ahead)(p, item.rows);
     ptrdiff_t b = item.b, hkv = item.h, rows = item.rows;
     ptrdiff_t end = item.j0 + item.cols, low, high;
@@ -847,8 +946,9 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     if (m.ahead.turns && later < fmha_items(&run->cut)) {
         const fmha_item then = fmha_item_of(&run->cut, later);
         m.then = FMHA_NAME(stored_row)(p, &p->k, then.b, then.h, then.j0);
+        if (fmha_takes_next(run, index) && FMHA_NAME(begins_beside)(p, rows)) m.item = FMHA_NAME(first_block)(run, &then, later);
     }
-    const REAL *lift = FMHA_NAME(decode_queries)(p, b, hkv, rows, &m);
+    const REAL *lift = FMHA_NAME(begin_decode)(run, &item, index, &m);
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         if (chunks > 1) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
         if (!FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0)) continue;

@@ -174,6 +174,12 @@ static inline ptrdiff_t fmha_later(const fmha_run *run, ptrdiff_t index, ptrdiff
     return index - at + place / some * some * run->threads + place % some;
 }
 
+/* Whether the thread that has item `index` surely takes the one behind it next. */
+static inline int fmha_takes_next(const fmha_run *run, ptrdiff_t index)
+{
+    return run->threads == 1 || (index + run->items_before) % run->some + 1 < run->some;
+}
+
 typedef struct {
     const char *name;
     int vector_bytes;
@@ -520,12 +526,18 @@ static inline ptrdiff_t fmha_waiting_chunks(const fmha_problem *p)
     return fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1 ? fmha_chunks(p) : 0;
 }
 
-/* Several chunks are an item where every thread has many: what is fetched ahead is then seldom of another head. */
+/* How many of so many chunks are an item, and of these items a thread takes at a time, where every thread has many: what comes from
+ * memory is then asked for without a gap, since what follows is begun beside what is at hand. */
+static inline ptrdiff_t fmha_decode_dealt(ptrdiff_t many, ptrdiff_t threads)
+{
+    const ptrdiff_t each = many / (FMHA_CHUNK_ITEMS * threads);
+    return each > FMHA_MOST_CHUNKS ? FMHA_MOST_CHUNKS : each > 1 ? each : 1;
+}
+
 static inline fmha_cut fmha_decode_cut(const fmha_problem *p, ptrdiff_t threads)
 {
     fmha_cut cut = fmha_heads_cut(p);
-    const ptrdiff_t many = fmha_chunks(p) / (FMHA_CHUNK_ITEMS * threads);
-    cut.col_step = (many > FMHA_MOST_CHUNKS ? FMHA_MOST_CHUNKS : many > 1 ? many : 1) * FMHA_CHUNK_KEYS;
+    cut.col_step = fmha_decode_dealt(fmha_chunks(p), threads) * FMHA_CHUNK_KEYS;
     return cut;
 }
 

@@ -10,8 +10,8 @@
 #define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
 #define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys of which the decode algorithm has a softmax: by the length alone, whatever the threads */
-#define FMHA_CHUNK_ITEMS 8      /* of each thread, from which on several of these are an item */
-#define FMHA_MOST_CHUNKS 8      /* in an item */
+#define FMHA_CHUNK_ITEMS 8      /* of each thread, at least, where several of these are an item, or several items taken at a time */
+#define FMHA_MOST_CHUNKS 8      /* in an item, and items at a time */
 #define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
 #define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
 
@@ -136,8 +136,18 @@
 /* Bytes of a row from which on DECODE_ALONG holds. */
 #define DECODE_LONG        FMHA_OF(   192,    192,    192,    192,    192)
 
+/* Keys of a head from which on DECODE_ALONG holds where heads are begun beside others, see DECODE_BESIDE. */
+#define DECODE_LONG_HEAD   FMHA_OF(   256,    256,    256,    256,    256)
+
 /* Bytes of all keys and values from which on DECODE_ALONG holds: from the third cache the other way is faster. */
 #define DECODE_MEMORY      FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))
+
+/* Keys of a head from which on, where it comes from memory, its first scores are made in turns with the last values of the head
+ * before: of half as many where much is done with each, of half as many more where a single row has DECODE_WIDE bytes. */
+#define DECODE_BESIDE      FMHA_OF(   128,    128,    128,    128,    128)
+
+/* Bytes of a row of keys times query rows from which on that is much. */
+#define DECODE_MUCH        FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 
 /* Bytes of a row of keys up to which two from memory are scored side by side: of longer ones that is slower. */
 #define DECODE_SHORT       FMHA_OF(   256,    256,    256,    256,    256)

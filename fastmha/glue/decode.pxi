@@ -2,7 +2,7 @@
 from libc.stddef cimport ptrdiff_t
 
 from fastmha._kernels cimport (
-    fmha_chunks, fmha_cut, fmha_decode_cut, fmha_heads_cut, fmha_items, fmha_kernels, fmha_pool_run, fmha_run,
+    fmha_chunks, fmha_cut, fmha_decode_cut, fmha_heads_cut, fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_run,
     fmha_waiting_chunks,
 )
 
@@ -40,8 +40,8 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     chunks = Scratch(fmha_waiting_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
-        if (run_heads(kernels.decode, c, parts, problem) if parts == heads
-                else fmha_pool_run(kernels.decode, c, parts, scratch.threads)):
+        c.some = decoded_together(problem, parts, c.threads)
+        if fmha_pool_deal(kernels.decode, c, parts, c.threads, c.some):
             c.cut = merging
             if fmha_chunks(&c.p) != heads:     # else each head has one chunk, whose item has left the result
                 fmha_pool_run(kernels.decode_merge, c, heads, scratch.threads)

@@ -7,8 +7,8 @@ from numpy import zeros
 
 from fastmha._kernels cimport (
     FMHA_MEND, FMHA_PREPARE, FMHA_RESTART, FMHA_RESULTS, FMHA_ROW_STATE, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE,
-    fmha_backward_cut, fmha_chunks, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_forward_cut, fmha_heads_cut, fmha_items,
-    fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_run, fmha_split, fmha_task, fmha_waiting_chunks,
+    fmha_backward_cut, fmha_chunks, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_decode_dealt, fmha_forward_cut, fmha_heads_cut,
+    fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_run, fmha_split, fmha_task, fmha_waiting_chunks,
 )
 
 
@@ -159,6 +159,8 @@ cdef int run_packed(Packed *c, ptrdiff_t items) noexcept nogil:
     """`fmha_pool_run` of a pass whose items are numbered: of short sequences a thread takes several at a time."""
     cdef bint waiting = c.whole.mode == FMHA_TURNS          # one for what another does
     c.whole.some = 1 if waiting or items == 0 else fmha_dealt(items, c.bytes / items, c.whole.threads)
+    if c.task == c.kernels.decode:
+        c.whole.some = max(c.whole.some, fmha_decode_dealt(items, c.whole.threads))
     c.whole.all_bytes = c.bytes
     return fmha_pool_deal(packed_item, c, items, c.whole.threads, c.whole.some)
 

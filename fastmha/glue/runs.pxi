@@ -82,8 +82,11 @@ cdef class Scratch:
 
 
 cdef void lend(fmha_run *c, Scratch scratch) noexcept:
-    """The run works in that memory, on its threads."""
+    """The run works in that memory, on its threads. At the start of each one's "decode" keeps what it has begun: nothing yet."""
+    cdef int n
     c.scratch, c.scratch_size, c.threads, c.some = scratch.start, scratch.size, scratch.threads, 1
+    for n in range(scratch.threads):
+        (<ptrdiff_t *>(scratch.start + n * scratch.size))[0] = 0
     c.items_before, c.all_bytes, c.behind = 0, 0, NULL
 
 
@@ -101,9 +104,15 @@ cdef ptrdiff_t together(Problem problem, ptrdiff_t items, int threads) noexcept 
     return fmha_dealt(items, bytes_of_head(p, problem.element_size, problem.stored_size), threads)
 
 
-def taken_together(Problem problem, ptrdiff_t items, int threads):
+cdef ptrdiff_t decoded_together(Problem problem, ptrdiff_t items, int threads) noexcept nogil:
+    """The same of "decode", whose items are whole heads or parts of these."""
+    cdef const fmha_problem *p = &problem.c
+    return max(together(problem, items, threads) if items == p.B * p.Hkv else 1, fmha_decode_dealt(items, threads))
+
+
+def taken_together(Problem problem, ptrdiff_t items, int threads, bint decode=False):
     """The same."""
-    return together(problem, items, threads)
+    return decoded_together(problem, items, threads) if decode else together(problem, items, threads)
 
 
 cdef int run_heads(fmha_task task, fmha_run *c, ptrdiff_t items, Problem problem) noexcept nogil:

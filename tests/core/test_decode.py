@@ -497,6 +497,57 @@ def test_groups_that_fill_any_cache_have_the_bits_of_one_alone(isa, dtype, rows,
         assert_same([np.broadcast_to(x, (heads, *x.shape[1:])) for x in alone], together)
 
 
+def from_memory(q, k, v, heads):
+    """So many batch rows, views of q, k, v (1, heads, length, width), that count as more bytes than any cache holds."""
+    rows = TOTALS[-1] // (k.nbytes + v.nbytes) + heads
+    return [np.broadcast_to(x, (rows, *x.shape[1:])) for x in (q, k, v)]
+
+
+@all_dtypes
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(
+    ("rows", "Lk", "D", "Dv"),
+    [(1, 200, 64, 64), (4, 77, 128, 128), (3, 256, 40, 72), (2, 700, 32, 32), (6, 300, 64, 20), (1, 1100, 96, 96)],
+)
+def test_heads_begun_beside_the_head_before_have_the_bits_of_one_alone(isa, dtype, rows, Lk, D, Dv, threads, fetched, rng):
+    """Heads that differ follow each other; so do batch rows that attend other keys, some of them none."""
+    q, k, v = draw(rng, 1, 3 * rows, 3, 1, Lk, D, Dv, dtype)[:3]
+    many = from_memory(q, k, v, 3)
+    starts = np.resize([0, 3, 140, 0, 60], len(many[0]))
+    ends = np.resize([Lk, Lk - 1, Lk - 20, 5, Lk - 16, 0, 64], len(many[0]))
+    for name, ranges in {"all keys": None, "some": (np.minimum(starts, ends), ends), "ends": (None, ends)}.items():
+        together = decode(*many, key_ranges=ranges, num_threads=threads)
+        for b in range(min(35, len(ends))):         # 35 ranges differ
+            own = ranges and tuple(x if x is None else x[b : b + 1] for x in ranges)
+            for h in range(3):
+                queries = slice(h * rows, (h + 1) * rows)
+                alone = decode(q[:, queries], k[:, h : h + 1], v[:, h : h + 1], key_ranges=own, num_threads=1)
+                assert_same([x[b : b + 1, queries] for x in together], alone, name)
+
+
+@dtypes
+@pytest.mark.parametrize("unusual", ["a NaN in a key", "an infinite value", "huge queries", "tiny values"])
+def test_a_head_that_is_computed_otherwise_leaves_the_next_as_it_is(isa, dtype, unusual, rng):
+    """Its chunks are made anew, with care or raised, or the next one's scores are lifted: none is made beside another then."""
+    q, k, v = draw(rng, 1, 4, 4, 1, 300, 64, 64, dtype)[:3]
+    mask = np.zeros((1, 4, 1, 300), dtype=bool)
+    mask[0, 1, 0, 7] = True
+    if unusual == "a NaN in a key":
+        k[0, 1, [7, 9]] = np.nan
+    elif unusual == "an infinite value":
+        v[0, 1, 9] = np.inf
+    elif unusual == "huge queries":
+        q[0, 1] *= np.finfo(dtype).max / 16
+    else:
+        v[0, 1] *= np.finfo(dtype).tiny
+    with np.errstate(invalid="ignore", over="ignore"):
+        together = decode(*from_memory(q, k, v, 4), mask=mask, num_threads=1)
+        for h in range(4):
+            alone = decode(q[:, h : h + 1], k[:, h : h + 1], v[:, h : h + 1], mask=mask[:, h : h + 1], num_threads=1)
+            for b in (0, 1, 17):
+                assert_same([x[b : b + 1, h : h + 1] for x in together], alone)
+
+
 @all_dtypes
 def test_batch_agnosticism_whatever_the_other_rows_hold(isa, dtype, rng):
     arrays = draw(rng, 3, 4, 2, 2, 600, 8, 5, dtype)[:3]
