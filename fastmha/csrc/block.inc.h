@@ -55,6 +55,7 @@ typedef struct {
     REAL drowned;                       /* no score of the keys that were left out is above it */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
+    const char *then;                   /* the first keys of the item that the thread probably takes next, or NULL */
 } FMHA_NAME(rows);
 
 /* What a band and lengths leave the rows of a block, if these are of one head; else returns 0. Both ends grow with the row:
@@ -138,6 +139,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->additive = p->additive_mask.data != NULL;
     block->values = NULL;
     block->next = NULL;
+    block->then = NULL;
     block->queries = ROUND_UP(rows, LANES);
     block->ld = block->queries + (PADDED_BLOCKS && block->queries % (2 * LINE) == 0 ? LINE : 0);
     block->width = ROUND_UP(p->D, LANES);

@@ -317,6 +317,15 @@ static void FMHA_NAME(tile_values)(const fmha_run *run, FMHA_NAME(rows) *block, 
     }
 }
 
+/* The keys that follow those of the tile from key `start` on: of the next tile, or of the item behind, whose first ones have been
+ * fetched beside the tile before where they lie behind this head's last. Or NULL. */
+static inline const char *FMHA_NAME(keys_after)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t start)
+{
+    const char *next = FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS);
+    if (start + TILE_KEYS < block->j1 || !block->then) return start + TILE_KEYS < block->j1 ? next : NULL;
+    return start > 0 && block->then == (const char *)FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, p->Lk) ? next : block->then;
+}
+
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have
  * no sums of out. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
@@ -371,13 +380,12 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         } else {
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(crowded)(ld, p->Dv, block->rows), copy, &ldv);
         }
-        const int more = keys_far && start + TILE_KEYS < block->j1;
         REAL inverse[BLOCK_ROWS];
         if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {
             block->written = 1;
             block->results = FMHA_NAME(results_of)(run, block, banded);
         }
-        const char *next_keys = more ? FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, start + TILE_KEYS) : NULL;
+        const char *next_keys = keys_far ? FMHA_NAME(keys_after)(p, block, start) : NULL;
         FMHA_NAME(tile_values)(run, block, banded, n, s, rows, ldv, none, out, shrink, inverse, next_keys, of_key);
         none = 0;
         if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
