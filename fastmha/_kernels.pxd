@@ -41,6 +41,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         const char *alibi
         fmha_dropout dropout
         int part
+        ptrdiff_t copies
 
     ctypedef struct fmha_block:
         ptrdiff_t b, h, i0, rows, j0, cols, ld
@@ -56,6 +57,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t share
         int *apart
         int again
+        char *copies
         char *row_states
         char *scratch
         ptrdiff_t scratch_size, threads, some
@@ -127,6 +129,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*tiled_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*backward_scratch)(const fmha_problem *, int, ptrdiff_t) noexcept nogil
         ptrdiff_t (*backward_kept)(const fmha_problem *, ptrdiff_t) noexcept nogil
+        ptrdiff_t (*copy_sums)(const fmha_problem *) noexcept nogil
+        void (*add_copies)(void *, ptrdiff_t, int) noexcept nogil
         void (*mask_gradient)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *) noexcept nogil
         void (*matrix_head)(void *, ptrdiff_t, int) noexcept nogil
@@ -141,6 +145,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*matrix_backward)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*gradient_scratch)(const fmha_problem *, int, ptrdiff_t) noexcept nogil
         ptrdiff_t (*gradient_kept)(const fmha_problem *, ptrdiff_t) noexcept nogil
+        ptrdiff_t (*gradient_sums)(const fmha_problem *) noexcept nogil
+        void (*gradient_add)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*tiles_size)(ptrdiff_t, ptrdiff_t) noexcept nogil
         int (*pack_tiles)(int, int, int, int, ptrdiff_t, ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, ptrdiff_t,
                           void *) noexcept nogil
@@ -181,6 +187,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     void fmha_valid_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
     void fmha_block_keys(const fmha_problem *, ptrdiff_t, ptrdiff_t, ptrdiff_t, ptrdiff_t *, ptrdiff_t *)
     fmha_cut fmha_heads_cut(const fmha_problem *)
+    fmha_problem fmha_in_copies(const fmha_problem *) nogil
+    fmha_cut fmha_copies_cut(const fmha_problem *)
     fmha_cut fmha_forward_cut(const fmha_problem *)
     ctypedef struct fmha_split:
         int mode

@@ -275,6 +275,7 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
     if backward and BY_NAME[name] is TILED:
         B, H, Hkv, Lq, Lk, _, _ = problem.shape
         whole, keys, share, busy = _core.backward_split(problem, threads)
+        Hkv *= _core.head_copies(problem)
         blocks = -(-Lq * (H // Hkv) // rows) if Hkv else 0
         if whole == B * Hkv:
             heads = np.repeat(pairs(problem).sum(axis=1), Hkv)

@@ -110,7 +110,7 @@ static ptrdiff_t FMHA_NAME(backward_layout)(const fmha_problem *p, ptrdiff_t kep
     m->rows = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : BLOCK_ROWS * (width > value_width ? width : value_width));
     m->sums = FMHA_NAME(take)(memory, &used, TILE_KEYS / P_KEYS * BLOCK_ROWS);
     m->few = FMHA_NAME(take)(memory, &used, FEW_SCRATCH);
-    const ptrdiff_t all_keys = FMHA_NAME(section_rows)(p) < kept_rows ? p->Lk : 0;
+    const ptrdiff_t all_keys = FMHA_NAME(section_rows)(p) < kept_rows && !p->copies ? p->Lk : 0;
     m->all_grad_k = FMHA_NAME(take)(memory, &used, all_keys * width);
     m->all_grad_v = FMHA_NAME(take)(memory, &used, all_keys * value_width);
     return used + FMHA_NAME(packed_layout)(p, kept_rows, memory ? memory + used : NULL, &m->packed);

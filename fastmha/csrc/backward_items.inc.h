@@ -10,7 +10,8 @@
 
 /* What the items of a head that is split share: what is kept of its blocks, on matrix tiles their sums of grad_q; how many tiles
  * have had their turn at each block; whether rows have got own sums after all keys; of shares, which keys [from[n], to[n]) block
- * n attends, how many have had their turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width). */
+ * n attends, how many have had their turn at each tile, and its sums of grad_k (keys, width) and grad_v (keys, value width),
+ * unless the head is a copy, which has them elsewhere. */
 typedef struct {
     FMHA_NAME(packed) packed;
     REAL *grad_q, *grad_k, *grad_v;
@@ -41,6 +42,7 @@ typedef struct {
 static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share, REAL *memory, FMHA_NAME(split_head) *to)
 {
     const ptrdiff_t rows = FMHA_NAME(head_rows)(p), keys = share ? ROUND_UP(p->Lk, FMHA_SUM_KEYS) : 0;
+    const ptrdiff_t summed = p->copies ? 0 : keys;
     const ptrdiff_t ends = share ? rows / BLOCK_ROWS * (ptrdiff_t)(sizeof(ptrdiff_t) / sizeof(REAL)) : 0;
     ptrdiff_t used = FMHA_NAME(packed_layout)(p, rows, memory, &to->packed);
     to->grad_q = FMHA_NAME(take)(memory, &used, p->parts > 0 ? rows * ROUND_UP(p->D, LANES) : 0);
@@ -49,8 +51,8 @@ static ptrdiff_t FMHA_NAME(split_layout)(const fmha_problem *p, ptrdiff_t share,
     to->taken = (int *)FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS);
     to->mended = (int *)FMHA_NAME(take)(memory, &used, 1);
     to->shares_taken = (int *)FMHA_NAME(take)(memory, &used, keys / FMHA_SUM_KEYS);
-    to->grad_k = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->D, LANES));
-    to->grad_v = FMHA_NAME(take)(memory, &used, keys * ROUND_UP(p->Dv, LANES));
+    to->grad_k = FMHA_NAME(take)(memory, &used, summed * ROUND_UP(p->D, LANES));
+    to->grad_v = FMHA_NAME(take)(memory, &used, summed * ROUND_UP(p->Dv, LANES));
     return ROUND_UP(used, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL));
 }
 
@@ -271,7 +273,7 @@ static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sum
         memset(sums->total_v, 0, (size_t)(n * x->value_width) * sizeof(REAL));
     }
     FMHA_NAME(end_turn)(&sums->turn);
-    if (!last) return;
+    if (!last || run->copies) return;
     const int zeros = x->matrix || run->cut.rows > BLOCK_ROWS;      /* several blocks */
     if (!(sums->direct_k && multiplied))
         FMHA_NAME(write_rows)(p->stored, zeros, n, p->D, factor, rest, sums->total_k, x->width, sums->to_k, run->grad_k.stride[2]);
@@ -355,7 +357,7 @@ static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
     const ptrdiff_t rows = x->item.rows, step = FMHA_NAME(section_rows)(p);
     FMHA_NAME(rows) block;
     FMHA_NAME(packed) own;
-    if (step < rows) {
+    if (step < rows && !x->grad_k) {
         x->grad_k = x->w.m.all_grad_k;
         x->grad_v = x->w.m.all_grad_v;
     }
@@ -421,6 +423,41 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
     }
 }
 
+/* What a copy of a key/value head gives to grad_k and grad_v: sums (keys, width) and (keys, value width), of whole tiles of keys. */
+static ptrdiff_t FMHA_NAME(copy_sums)(const fmha_problem *p)
+{
+    const ptrdiff_t width = ROUND_UP(p->D, LANES) + ROUND_UP(p->Dv, LANES);
+    return p->copies ? ROUND_UP(ROUND_UP(p->Lk, TILE_KEYS) * width, FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) : 0;
+}
+
+static inline void FMHA_NAME(copy_at)(const fmha_run *run, ptrdiff_t copy, REAL **grad_k, REAL **grad_v)
+{
+    *grad_k = (REAL *)run->copies + copy * FMHA_NAME(copy_sums)(&run->p);
+    *grad_v = *grad_k + ROUND_UP(run->p.Lk, TILE_KEYS) * ROUND_UP(run->p.D, LANES);
+}
+
+/* Item: some keys of a head, whose gradients are the sums of what its copies gave, the first's plus the second's and so on. */
+static void FMHA_NAME(add_copies)(void *context, ptrdiff_t index, int worker)
+{
+    const fmha_run *run = context;
+    const fmha_problem *p = &run->p;
+    const fmha_item item = fmha_item_of(&run->cut, index);
+    const ptrdiff_t width = ROUND_UP(p->D, LANES), value_width = ROUND_UP(p->Dv, LANES), n = item.cols, copies = p->copies;
+    const ptrdiff_t first = item.h * copies, apart = FMHA_NAME(copy_sums)(p);
+    REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest), *grad_k, *grad_v;
+    (void)worker;
+    FMHA_NAME(begin_item)(p);
+    FMHA_NAME(copy_at)(run, item.b * p->Hkv + first, &grad_k, &grad_v);
+    grad_k += item.j0 * width;
+    grad_v += item.j0 * value_width;
+    FMHA_NAME(add_sums)(n, width, (int)copies - 1, apart, grad_k + apart, 1, grad_k);
+    FMHA_NAME(add_sums)(n, value_width, (int)copies - 1, apart, grad_v + apart, 1, grad_v);
+    FMHA_NAME(write_rows)(p->stored, 1, n, p->D, factor, rest, grad_k, width,
+                          FMHA_NAME(stored_row)(p, &run->grad_k, item.b, first, item.j0), run->grad_k.stride[2]);
+    FMHA_NAME(write_rows)(p->stored, 1, n, p->Dv, 1, 1, grad_v, value_width,
+                          FMHA_NAME(stored_row)(p, &run->grad_v, item.b, first, item.j0), run->grad_v.stride[2]);
+}
+
 /* An item of run->mode; matrix: on matrix tiles, but for the rows that these leave. */
 INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptrdiff_t index, int worker)
 {
@@ -468,6 +505,7 @@ INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptr
         if (mode == FMHA_TURNS || mode == FMHA_SHARES) x.w.sums = x.w.m.sums;
         if (run->again && !*x.split.mended) return;
     }
+    if (run->copies) FMHA_NAME(copy_at)(run, item.b * p->Hkv + item.h, &x.grad_k, &x.grad_v);
     if (mode == FMHA_RESULTS) {
         FMHA_NAME(write_blocks)(&x);
         return;

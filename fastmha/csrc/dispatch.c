@@ -35,6 +35,8 @@ static const fmha_kernels *with_tiles(const char *name, const fmha_kernels *vect
     all.matrix_backward = tiles->matrix_backward;
     all.gradient_scratch = tiles->gradient_scratch;
     all.gradient_kept = tiles->gradient_kept;
+    all.gradient_sums = tiles->gradient_sums;
+    all.gradient_add = tiles->gradient_add;
     all.tiles_size = tiles->tiles_size;
     all.pack_tiles = tiles->pack_tiles;
     all.tile_gemm = tiles->tile_gemm;

@@ -52,6 +52,7 @@ typedef struct {
     const char *alibi;          /* (H,) of the computation's dtype: scores get -alibi[h] * |i + offset - j| before the masks; NULL: none */
     fmha_dropout dropout;
     int part;                   /* backward: lse and out are of more keys than these */
+    ptrdiff_t copies;           /* backward: Hkv counts each key/value head so many times, see fmha_in_copies; 0: as they are */
 } fmha_problem;
 
 /* Rows i0 .. i0+rows of head (b, h) against keys j0 .. j0+cols: one block of scores, row stride ld. */
@@ -151,6 +152,7 @@ typedef struct fmha_run {
     /* two flags, of heads that are split: whether some rows want sums of their own, whether some have got them */
     int *apart;
     int again;                  /* whether this is the work done again for these, of their heads alone */
+    char *copies;               /* of copies of heads, if there are: what each gives to grad_k and grad_v, copy_sums elements */
     char *row_states;           /* FMHA_ROW_STATE numbers for each row of (B, H, Lq); NULL where nothing needs them */
     char *scratch;
     ptrdiff_t scratch_size;     /* bytes of one thread */
@@ -240,6 +242,9 @@ typedef struct {
     void (*tiled_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*backward_scratch)(const fmha_problem *p, int mode, ptrdiff_t share);
     ptrdiff_t (*backward_kept)(const fmha_problem *p, ptrdiff_t share);    /* elements of a head that is split */
+    /* Elements of what a copy of a key/value head gives to grad_k and grad_v, and a pass that adds up those of each head. */
+    ptrdiff_t (*copy_sums)(const fmha_problem *p);
+    void (*add_copies)(void *context, ptrdiff_t item, int worker);
     /* The gradient of the additive mask, from the row states that either backward has left. */
     void (*mask_gradient)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*mask_gradient_scratch)(const fmha_problem *p);
@@ -260,6 +265,8 @@ typedef struct {
     void (*matrix_backward)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*gradient_scratch)(const fmha_problem *p, int mode, ptrdiff_t share);
     ptrdiff_t (*gradient_kept)(const fmha_problem *p, ptrdiff_t share);       /* as backward_kept */
+    ptrdiff_t (*gradient_sums)(const fmha_problem *p);              /* as copy_sums */
+    void (*gradient_add)(void *context, ptrdiff_t item, int worker);        /* as add_copies */
 
     /* Products of matrices on tiles: elements of a packed operand's part, packing some of its rows or columns, a slice of the result,
      * which returns whether some number of a raw operand is too large or not finite (then it is undefined), and its bytes of scratch. */
@@ -366,6 +373,26 @@ static inline void fmha_block_keys(const fmha_problem *p, ptrdiff_t b, ptrdiff_t
 static inline fmha_cut fmha_heads_cut(const fmha_problem *p)
 {
     return (fmha_cut){.heads = p->Hkv, .last = p->B * p->Hkv, .rows = p->Hkv ? p->H / p->Hkv * p->Lq : 0, .cols = p->Lk};
+}
+
+/* A backward pass has a key/value head of many stacked rows on few keys several times over, each for some of its query heads: what
+ * these give to grad_k and grad_v waits for none of the others, and is added up at the end, in order. How many copies goes by the
+ * lengths, so that no bit follows the threads; their sums are at most as many numbers as a FMHA_COPY_SHARE of grad_q. */
+static inline fmha_problem fmha_in_copies(const fmha_problem *p)
+{
+    fmha_problem copied = *p;
+    const ptrdiff_t group = p->Hkv ? p->H / p->Hkv : 0, rows = group * p->Lq;
+    for (ptrdiff_t n = 2; n <= group && n * FMHA_COPY_ROWS <= rows && FMHA_COPY_SHARE * n * p->Lk <= rows; n++)
+        if (group % n == 0) copied.copies = n;
+    if (copied.copies) copied.Hkv *= copied.copies;
+    return copied;
+}
+
+/* The heads whose copies are to be added up, by tiles of keys. */
+static inline fmha_cut fmha_copies_cut(const fmha_problem *p)
+{
+    const ptrdiff_t heads = p->copies ? p->Hkv / p->copies : 0;
+    return (fmha_cut){.heads = heads, .last = p->B * heads, .rows = 1, .cols = p->Lk, .col_step = FMHA_TILE_KEYS};
 }
 
 static inline fmha_cut fmha_forward_cut(const fmha_problem *p)

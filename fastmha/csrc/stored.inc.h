@@ -266,9 +266,10 @@ static inline char *FMHA_NAME(row_in)(const int type, const fmha_array *x, ptrdi
     return x->data + (b * x->stride[0] + h * x->stride[1] + i * x->stride[2]) * FMHA_NAME(stored_size)(type);
 }
 
+/* Where row j of a key/value head, or of a copy of it, lies. */
 static inline char *FMHA_NAME(stored_row)(const fmha_problem *p, const fmha_array *x, ptrdiff_t b, ptrdiff_t h, ptrdiff_t j)
 {
-    return FMHA_NAME(row_in)(p->stored, x, b, h, j);
+    return FMHA_NAME(row_in)(p->stored, x, b, p->copies ? h / p->copies : h, j);
 }
 
 /* n rows of an element type in the computation's: where they lie, or converted to rows of whole vectors. */

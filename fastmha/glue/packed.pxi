@@ -7,8 +7,9 @@ from numpy import zeros
 
 from fastmha._kernels cimport (
     FMHA_MEND, FMHA_PREPARE, FMHA_RESTART, FMHA_RESULTS, FMHA_ROW_STATE, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE,
-    fmha_backward_cut, fmha_chunks, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_decode_dealt, fmha_forward_cut, fmha_heads_cut,
-    fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_run, fmha_split, fmha_task, fmha_waiting_chunks,
+    fmha_backward_cut, fmha_chunks, fmha_copies_cut, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_decode_dealt, fmha_forward_cut, fmha_heads_cut,
+    fmha_in_copies, fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_problem, fmha_run, fmha_split, fmha_task,
+    fmha_waiting_chunks,
 )
 
 
@@ -23,10 +24,12 @@ ctypedef struct Packed:
     packed_cut cut                      # of a run, with so many heads taken whole
     packed_scratch scratch              # elements of one thread
     ptrdiff_t sequences, itemsize, element_size, stored_size
+    bint backward
     const int64_t *table                # for each sequence PACKED_COLUMNS numbers
     int64_t *first                      # (sequences + 1) the first item of each
     int64_t *chunk                      # (sequences) where what chunks leave begins, or what is kept of split heads; or NULL
     int64_t *shared                     # (sequences) where operands for matrix tiles begin, of split heads; or NULL
+    int64_t *copies                     # (sequences) where what copies of heads give begins; or NULL
     double bytes                        # of all items of the pass
 
 
@@ -42,6 +45,9 @@ cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogi
     cdef ptrdiff_t size = c.itemsize, of_q = c.element_size, of_k = c.stored_size, q0 = row[0], k0 = row[2]
     to[0] = c.whole
     to.p.Lq, to.p.Lk = row[1], row[3]
+    if c.backward:
+        to.p = fmha_in_copies(&to.p)
+    cdef ptrdiff_t heads = row[5] * max(1, to.p.copies)
     to.p.q.data += q0 * to.p.q.stride[2] * of_q
     to.p.k.data += k0 * to.p.k.stride[2] * of_k
     to.p.v.data += k0 * to.p.v.stride[2] * of_k
@@ -65,8 +71,9 @@ cdef void sequence_run(const Packed *c, ptrdiff_t s, fmha_run *to) noexcept nogi
             to.kept += c.chunk[s]
     if c.shared != NULL and to.shared != NULL:
         to.shared += c.shared[s]
-        to.first_shared = row[5]
-    to.cut = c.cut(to, c.kernels, row[5])
+        to.first_shared = heads
+    to.copies = to.copies + c.copies[s] if to.p.copies and c.copies != NULL else NULL
+    to.cut = c.cut(to, c.kernels, heads)
 
 
 cdef void packed_item(void *context, ptrdiff_t index, int worker) noexcept nogil:
@@ -106,6 +113,10 @@ cdef fmha_cut packed_mode_cut(const fmha_run *run, const fmha_kernels *kernels, 
     cdef fmha_split split
     split.mode, split.whole, split.keys, split.share, split.together = FMHA_TURNS, whole, FMHA_TILE_KEYS, 0, 0
     return fmha_backward_cut(&run.p, run.mode, &split)
+
+
+cdef fmha_cut packed_copies_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
+    return fmha_copies_cut(&run.p)
 
 
 cdef fmha_cut packed_chunks_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
@@ -179,9 +190,9 @@ cdef int packed_pass(Packed *c, fmha_task task, packed_cut cut, packed_scratch s
     return finish()
 
 
-cdef ptrdiff_t split_bytes(Packed *c, ptrdiff_t of_head, ptrdiff_t s) noexcept nogil:
-    """So many bytes for each head of sequence s that is not taken whole."""
-    return (c.whole.p.Hkv - c.table[s * PACKED_COLUMNS + 5]) * of_head
+cdef ptrdiff_t split_bytes(Packed *c, const fmha_problem *p, ptrdiff_t of_head, ptrdiff_t s) noexcept nogil:
+    """So many bytes for each head of sequence s, or copy of one, that is not taken whole."""
+    return (p.Hkv - c.table[s * PACKED_COLUMNS + 5] * max(1, p.copies)) * of_head
 
 
 cdef int threads_for_packed(const Packed *c, bint decode, double factor, int threads) noexcept:
@@ -221,7 +232,7 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
         for s in range(c.sequences):
             sequence_run(&c, s, &own)
             shares[s] = bytes
-            bytes += split_bytes(&c, c.kernels.matrix_bytes(&own.p), s)
+            bytes += split_bytes(&c, &own.p, c.kernels.matrix_bytes(&own.p), s)
         chunks = Scratch(bytes, 1)
         c.shared, c.whole.shared, c.whole.mode = shares, chunks.start, FMHA_PREPARE
         packed_pass(&c, c.kernels.matrix_pack, packed_chunks_cut, NULL, threads)
@@ -257,8 +268,8 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
     """Gradients of sequences that lie end to end, by "tiled"; of the key/value heads that are no items of their own the tiles
     take turns. states: ROW_STATE numbers for each of lse, zeros before, or None."""
     cdef Packed c
-    cdef ptrdiff_t s, of_head, bytes_kept = 0, bytes_shared = 0
-    cdef Scratch numbers, kept, shared
+    cdef ptrdiff_t s, of_head, bytes_kept = 0, bytes_shared = 0, bytes_copies = 0
+    cdef Scratch numbers, kept, shared, copies
     cdef fmha_run own
     prepare_packed(&c, problem, table, out, lse)
     read_array(grad_out, &c.whole.grad_out, NULL, problem.element_size, False)
@@ -270,19 +281,22 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
     cdef bint on_tiles = c.whole.p.parts > 0 and c.kernels.matrix_backward != NULL
     cdef fmha_task task = c.kernels.matrix_backward if on_tiles else c.kernels.tiled_backward
     cdef packed_scratch of_thread = gradient_scratch_of if on_tiles else backward_scratch_of
-    numbers = Scratch((3 * c.sequences + 1) * sizeof(int64_t), 1)
-    c.first = <int64_t *>numbers.start
-    c.whole.mode = FMHA_WHOLE
-    packed_pass(&c, task, packed_mode_cut, of_thread, threads)
+    numbers = Scratch((4 * c.sequences + 1) * sizeof(int64_t), 1)
+    c.first, c.backward = <int64_t *>numbers.start, True
     cdef int64_t *keeps = c.first + c.sequences + 1
     cdef int64_t *shares = keeps + c.sequences
+    cdef int64_t *given = shares + c.sequences
     for s in range(c.sequences):
         sequence_run(&c, s, &own)
         of_head = (c.kernels.gradient_kept if on_tiles else c.kernels.backward_kept)(&own.p, 0) * c.itemsize
-        keeps[s], shares[s] = bytes_kept, bytes_shared
-        bytes_kept += split_bytes(&c, of_head, s)
+        keeps[s], shares[s], given[s] = bytes_kept, bytes_shared, bytes_copies
+        bytes_kept += split_bytes(&c, &own.p, of_head, s)
+        bytes_copies += own.p.Hkv * (c.kernels.gradient_sums if on_tiles else c.kernels.copy_sums)(&own.p) * c.itemsize
         if on_tiles:
-            bytes_shared += split_bytes(&c, c.kernels.gradient_bytes(&own.p), s)
+            bytes_shared += split_bytes(&c, &own.p, c.kernels.gradient_bytes(&own.p), s)
+    copies = Scratch(bytes_copies, 1)
+    c.copies, c.whole.copies, c.whole.mode = given, copies.start, FMHA_WHOLE
+    packed_pass(&c, task, packed_mode_cut, of_thread, threads)
     kept, shared = Scratch(bytes_kept, 1), Scratch(bytes_shared, 1)
     c.chunk, c.whole.kept = keeps, kept.start
     if on_tiles:
@@ -297,6 +311,8 @@ def packed_backward(Problem problem, table, out, lse, grad_out, grad_q, grad_k, 
             break
         c.whole.mode, c.whole.again = mode, mode == FMHA_RESTART or c.whole.again
         packed_pass(&c, task, packed_mode_cut, of_thread, threads)
+    if bytes_copies:
+        packed_pass(&c, c.kernels.gradient_add if on_tiles else c.kernels.add_copies, packed_copies_cut, NULL, threads)
 
 
 cdef int prepare_packed(Packed *c, Problem problem, table, out, lse) except -1:

@@ -6,8 +6,8 @@ from libc.string cimport memset
 from fastmha._kernels cimport (
     FMHA_BLOCK_ROWS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_MEND, FMHA_PREPARE, FMHA_RESTART, FMHA_RESULTS, FMHA_SHARES,
     FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE, fmha_backward_cut, fmha_backward_split, fmha_blocks, fmha_blocks_cut,
-    fmha_blocks_vary, fmha_by_heads, fmha_cut, fmha_forward_blocks, fmha_free_blocks, fmha_items, fmha_kernels,
-    fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run, fmha_runs_left, fmha_split, fmha_task,
+    fmha_blocks_vary, fmha_by_heads, fmha_copies_cut, fmha_cut, fmha_forward_blocks, fmha_free_blocks, fmha_in_copies, fmha_items,
+    fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run, fmha_runs_left, fmha_split, fmha_task,
 )
 
 
@@ -166,15 +166,22 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
 
 
 def backward_split(Problem problem, int threads, bint quick=False):
-    """How a backward pass of "tiled" splits heads for so many threads: how many key/value heads are whole; keys of an item of the
-    others; blocks of it, 0: all; the share of the threads that is busy. quick: for sizes that it meets for the first time."""
+    """How a backward pass of "tiled" splits heads for so many threads: how many key/value heads, or copies of these, are whole; keys
+    of an item of the others; blocks of it, 0: all; the share of the threads that is busy. quick: for sizes that it meets for the
+    first time."""
+    cdef fmha_problem p = fmha_in_copies(&problem.c)
     cdef fmha_split split
     cdef int short = quick
     if quick:
-        split = fmha_backward_split(&problem.c, threads, &short)
+        split = fmha_backward_split(&p, threads, &short)
     else:
-        split_for(&problem.c, threads, False, &split)
+        split_for(&p, threads, False, &split)
     return split.whole, split.keys, split.share, split.balance
+
+
+def head_copies(Problem problem):
+    """How many copies of each key/value head a backward pass of "tiled" has, each for some of its query heads."""
+    return max(1, fmha_in_copies(&problem.c).copies)
 
 
 # Cuts found before, by the sizes, and whether a quick look found them: for many threads to look at all ways can take as long
@@ -227,11 +234,17 @@ cdef bytes row_numbers(const int64_t *x, ptrdiff_t many):
 
 
 cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) except -1:
-    cdef Scratch scratch, kept, shared
+    cdef Scratch scratch, kept, shared, copies
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef ptrdiff_t size = problem.itemsize, items, own
     cdef int mode
     cdef fmha_split split
+    cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
+    c.p = fmha_in_copies(&c.p)
+    c.copies = NULL
+    if c.p.copies:
+        copies = Scratch(c.p.B * c.p.Hkv * (kernels.gradient_sums if on_tiles else kernels.copy_sums)(&c.p) * size, 1)
+        c.copies = copies.start
     threads = threads_for(threads, BACKWARD_TERMS * attention_terms(&c.p, problem.is_double))
     split_for(&c.p, threads, True, &split)
     if wanted is not None:
@@ -242,7 +255,6 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
         split.together = split.share        # any number of tiles serves
         split.mode = FMHA_WHOLE if wanted == "whole" else FMHA_SHARES if split.share else FMHA_TURNS
     c.share = split.share
-    cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     cdef fmha_task task = kernels.matrix_backward if on_tiles else kernels.tiled_backward
     cdef ptrdiff_t split_heads = c.p.B * c.p.Hkv - split.whole
     if split_heads > 0:
@@ -279,6 +291,11 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
             else:
                 fmha_pool_run(task, c, items, scratch.threads)
         finish()
+    if c.p.copies:
+        c.cut = fmha_copies_cut(&c.p)
+        with nogil:
+            fmha_pool_run(kernels.gradient_add if on_tiles else kernels.add_copies, c, fmha_items(&c.cut), threads)
+        finish()
     return 0
 
 
@@ -309,21 +326,25 @@ def tile_sizes():
 def tiled_scratch(Problem problem, bint backward, int threads):
     """Bytes of scratch of the tiled algorithm: of one of so many threads, and of what all share."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef ptrdiff_t split_heads, heads = problem.c.B * problem.c.Hkv, of_whole, of_split, kept
+    cdef ptrdiff_t split_heads, heads = problem.c.B * problem.c.Hkv, of_whole, of_split, kept, sums
+    cdef fmha_problem p
     cdef bint by_heads, on_tiles = problem.c.parts > 0 and kernels.matrix_forward != NULL
     cdef fmha_split split
     if problem.c.Hkv == 0:
         return 0, 0
     if backward:
-        split_for(&problem.c, threads, False, &split)
+        p = fmha_in_copies(&problem.c)
+        heads = p.B * p.Hkv
+        split_for(&p, threads, False, &split)
         split_heads = heads - split.whole
         scratch = kernels.gradient_scratch if on_tiles else kernels.backward_scratch
-        of_whole = scratch(&problem.c, FMHA_WHOLE, 0) if split.whole else 0
-        of_split = scratch(&problem.c, split.mode, split.share) if split_heads else 0
-        kept = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&problem.c, split.share) * problem.itemsize
+        of_whole = scratch(&p, FMHA_WHOLE, 0) if split.whole else 0
+        of_split = scratch(&p, split.mode, split.share) if split_heads else 0
+        kept = (kernels.gradient_kept if on_tiles else kernels.backward_kept)(&p, split.share) * problem.itemsize
+        sums = (kernels.gradient_sums if on_tiles else kernels.copy_sums)(&p) * problem.itemsize
         if on_tiles:
-            kept += kernels.gradient_bytes(&problem.c)
-        return max(of_whole, of_split) * problem.itemsize, split_heads * kept
+            kept += kernels.gradient_bytes(&p)
+        return max(of_whole, of_split) * problem.itemsize, split_heads * kept + heads * sums
     if on_tiles:
         by_heads = fmha_by_heads(&problem.c, threads)
         return (kernels.matrix_scratch(&problem.c, by_heads, False) * problem.itemsize,

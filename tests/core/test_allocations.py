@@ -41,6 +41,10 @@ def packed(algorithm, values=3, **keywords):
     return lambda n: fastmha.attention_packed(*heads, lengths, algorithm=algorithm, return_lse=True, num_threads=n, **keywords)
 
 
+many_rows = [rng.standard_normal((1, 2, 512, 4)), *rng.standard_normal((2, 1, 1, 9, 4))]
+many_rows = [many_rows[0], *many_rows, *fastmha.attention(*many_rows, return_lse=True)]
+
+
 def packed_backward(algorithm, **keywords):
     given = *tokens[:4], packed_out, packed_lse, lengths
     return lambda n: fastmha.attention_packed_backward(*given, algorithm=algorithm, num_threads=n, **keywords)
@@ -57,6 +61,7 @@ CALLS = {
     "blas backward, NaN": backward("blas", bad, is_causal=True),
     "tiled backward": backward("tiled"),
     "tiled backward, split": lambda n: backward("tiled")(3),
+    "tiled backward, copies": lambda n: fastmha.attention_backward(*many_rows, algorithm="tiled", num_threads=n),
     "packed, blas": packed("blas", 4),
     "packed, tiled": packed("tiled"),
     "packed, decode": packed("decode"),

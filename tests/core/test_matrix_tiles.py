@@ -147,6 +147,16 @@ def test_the_bits_depend_neither_on_threads_nor_on_other_batch_rows(tiles, kind)
 
 
 @kinds
+def test_heads_of_which_backward_has_copies(tiles, kind):
+    arrays = operands(kind, 2, 8, 2, 280, 100, 40, 24)
+    for rules in ({}, {"window": (60, 9), "offset": np.array([-90, 3])}):
+        alone = attend(kind, arrays, **rules)
+        assert_within(kind, alone, exact(arrays, **rules))
+        for threads in (2, 3, 9):
+            assert_same(alone, attend(kind, arrays, threads, **rules))
+
+
+@kinds
 def test_strides_change_no_bit_and_nothing_outside_is_read(tiles, kind):
     arrays = operands(kind, 2, 4, 2, 50, 100, 40, 24)
     expected = attend(kind, arrays)

@@ -249,6 +249,11 @@ SPLIT_CASES = {
     "peaked scores, whose sums decide": ((1, 2, 1, 300, 700, 8, 8), {"scale": 20.0}),
     "huge scores": ((1, 2, 2, 140, 400, 8, 8), {"scale": 1e4, "is_causal": True, "offset": 260}),
     "many tiles and blocks": ((1, 2, 1, 700, 2000, 8, 8), {"is_causal": True, "offset": 0}),
+    "copies of a head": ((2, 8, 2, 300, 37, 6, 5), {}),
+    "copies, causal, some rows without keys": ((1, 6, 1, 400, 95, 8, 8), {"is_causal": True, "offset": np.array([-100])}),
+    "copies of several tiles": ((1, 16, 1, 130, 250, 8, 3), {"window": (90, 30), "offset": 60}),
+    "copies, peaked scores, whose sums decide": ((1, 8, 1, 150, 100, 8, 8), {"scale": 20.0}),
+    "copies, padding, a tiny scale": ((3, 8, 2, 256, 60, 4, 4), {"key_padding_lengths": [60, 7, 0], "scale": 1e-40}),
 }
 SPLITS = ((192, 0), (192, 1), (192, 2), (192, 8), (96, 0), (96, 2), (48, 0), (48, 1), (48, 8))     # keys, blocks
 
@@ -278,7 +283,11 @@ def lse_moved(lse, by):
 
 @dtypes
 @pytest.mark.parametrize(
-    "shape", [(1, 2, 1, 130, 400, 8, 8), (2, 2, 2, 65, 700, 6, 5), (1, 3, 1, 100, 193, 8, 8), (1, 4, 1, 1, 700, 9, 16)],
+    "shape",
+    [
+        (1, 2, 1, 130, 400, 8, 8), (2, 2, 2, 65, 700, 6, 5), (1, 3, 1, 100, 193, 8, 8), (1, 4, 1, 1, 700, 9, 16),
+        (1, 8, 2, 256, 60, 8, 8),
+    ],
 )
 def test_heads_whose_rows_want_sums_of_their_own_after_all_keys_have_the_same_bits_whole_and_split(isa, dtype, shape, rng):
     """Where lse is not what the scores add up to, all is done again. The first row of each seven wants that here."""
@@ -295,6 +304,61 @@ def test_heads_whose_rows_want_sums_of_their_own_after_all_keys_have_the_same_bi
         for split in (*SPLITS, None):
             for threads in (1, 3):
                 assert_same(whole, gradients((q, k, v, g), out, moved, split, threads))
+
+
+def copies_of(shape):
+    B, H, Hkv, Lq, Lk, D, Dv = shape
+    q, k, v = np.empty((B, H, Lq, D), np.float32), np.empty((B, Hkv, Lk, D), np.float32), np.empty((B, Hkv, Lk, Dv), np.float32)
+    return _core.head_copies(validate.attention_problem(q, k, v, "BHLD"))
+
+
+def test_heads_have_copies_by_their_lengths_where_rows_are_many_and_keys_few():
+    for B in (1, 7):
+        for Hkv in (1, 3):
+            of = {(group, Lq, Lk): copies_of((B, group * Hkv, Hkv, Lq, Lk, 8, 8)) for group, Lq, Lk in (
+                (1, 5000, 5), (2, 511, 5), (2, 512, 5), (2, 512, 128), (2, 512, 129), (6, 200, 9), (6, 256, 9), (6, 256, 50),
+                (7, 3584, 64), (32, 2048, 2048), (4, 0, 0), (4, 512, 0),
+            )}  # fmt: skip
+            assert list(of.values()) == [1, 1, 2, 2, 1, 2, 3, 3, 7, 8, 1, 4]
+
+
+@support.all_dtypes
+@pytest.mark.parametrize("name", [name for name in SPLIT_CASES if name.startswith("copies")])
+def test_copies_of_heads_give_the_gradients(isa, dtype, name, rng):
+    shape, keywords = SPLIT_CASES[name]
+    assert copies_of(shape) > 1
+    check(*draw(rng, *shape, dtype=dtype), **keywords)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_of_heads_of_packed_sequences_have_the_bits_of_sequences_alone(isa, threads, rng):
+    lengths, of_keys, bounds = [300, 4, 700, 257], [37, 9, 150, 250], []
+    q, g = (rng.standard_normal((sum(lengths), 8, 8)).astype(np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((sum(of_keys), 2, 8)).astype(np.float32) for _ in range(2))
+    out, lse = fastmha.attention_packed(q, k, v, lengths, of_keys, return_lse=True)
+    alone = []
+    for end, L, end_k, Lk in zip(np.cumsum(lengths), lengths, np.cumsum(of_keys), of_keys, strict=True):
+        part, of_k = slice(end - L, end), slice(end_k - Lk, end_k)
+        heads = [x[s].swapaxes(0, 1)[None] for x, s in ((g, part), (q, part), (k, of_k), (v, of_k), (out, part))]
+        bounds.append(copies_of((1, 8, 2, L, Lk, 8, 8)))
+        own = fastmha.attention_backward(*heads, np.ascontiguousarray(lse[None, :, part]), algorithm="tiled")
+        alone.append([x[0].swapaxes(0, 1) for x in own])
+    assert bounds == [2, 1, 4, 1]
+    found = fastmha.attention_packed_backward(g, q, k, v, out, lse, lengths, of_keys, algorithm="tiled", num_threads=threads)
+    for x, parts in zip(found, zip(*alone, strict=True), strict=True):
+        assert_same([x], [np.concatenate(parts)])
+
+
+def test_sums_of_copies_are_at_most_a_fourth_as_many_as_the_gradient_of_q(isa):
+    """By the scratch of two lengths of keys, one that allows as many copies and one that allows none."""
+    q = np.empty((1, 32, 1024, 64), np.float32)
+    few, more = (np.empty((1, 1, n, 64), np.float32) for n in (1024, 4097))
+    assert _core.head_copies(validate.attention_problem(q, few, few, "BHLD")) == 8
+    assert _core.head_copies(validate.attention_problem(q, more, more, "BHLD")) == 1
+    with_copies, without = (
+        sum(_core.tiled_scratch(validate.attention_problem(q, k, k, "BHLD"), True, 1)) for k in (few, more)
+    )
+    assert with_copies - without <= 2 * q.nbytes / 4
 
 
 @pytest.mark.parametrize("by", [-1e-3, 1e-3])
@@ -344,14 +408,17 @@ def test_only_long_heads_have_sums_of_all_keys_for_their_sections():
 @dtypes
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 @pytest.mark.parametrize("poison", [None, np.nan, np.inf])
-def test_heads_that_are_split_have_the_gradients_of_whole_ones_whatever_masks_and_values(isa, dtype, kind, poison, rng):
-    arrays = draw(rng, 2, 4, 2, 70, 300, 5, 6, dtype)
-    mask = rng.random((2, 4, 70, 300)) < 0.5
+@pytest.mark.parametrize(("H", "Lq", "Lk"), [(4, 70, 300), (8, 260, 128)], ids=["heads", "copies"])
+def test_heads_that_are_split_have_the_gradients_of_whole_ones_whatever_masks_and_values(
+    isa, dtype, H, Lq, Lk, kind, poison, rng
+):
+    arrays = draw(rng, 2, H, 2, Lq, Lk, 5, 6, dtype)
+    mask = rng.random((2, H, Lq, Lk)) < 0.5
     mask[0, 1, 5] = True
     if kind == "additive":
         mask = np.where(mask, -np.inf, 0.5).astype(dtype)
     if poison is not None:
-        for x, at in zip(arrays, (3, 200, 290, 66), strict=True):
+        for x, at in zip(arrays, (3, Lk - 100, Lk - 10, 66), strict=True):
             x[1, 1, at, 2] = poison
     out, lse = tiled(*arrays[:3], mask=mask)
     whole = gradients(arrays, out, lse, "whole", 1, mask=mask)
