@@ -254,6 +254,7 @@ WIDTHS = (64, 72, 80, 96, 112, 128)     # the first and the last are only neighb
 DECODE_KEYS = 8192                      # 34 MB of keys and values in float32, 201 MB all arms together
 COLD_BYTES, COLD_KEYS = 120_000_000, 2048      # of all keys and values, beyond any cache; of a head
 COLD_SHAPES = ((8, 8, 64), (8, 8, 80), (8, 8, 128), (32, 8, 64), (32, 8, 128), (64, 8, 64))     # query heads, heads, width
+SHORT_BYTES, SHORT_KEYS = 67_000_000, (4096, 1024, 512, 256, 140, 64)
 STREAM_KEYS, STREAM_WIDTHS, STREAM_BYTES = 1000, (20, 40, 64, 80, 128, 256), (8_000_000, 24_000_000, 130_000_000)
 CROSS, CROSS_SQUARE = (448, 1500), 816  # about equally many pairs
 
@@ -389,6 +390,23 @@ def cold_table(options: argparse.Namespace) -> Table:
                  "Hot: all calls have the same ones.")
 
 
+def short_heads_table(options: argparse.Namespace) -> Table:
+    """Heads of a batch's short sequences against long ones of as many bytes in all."""
+    findings = []
+    for H, Hkv, D in ((8, 8, 64), (32, 8, 64), (32, 8, 128), (64, 8, 128)):
+        rates = {}
+        for Lk in SHORT_KEYS:
+            B = max(1, round(SHORT_BYTES / (8 * Hkv * Lk * D)))
+            call = draw(f"{H} query heads on {Hkv}, D {D}, Lk {Lk}", B, H, 1, D, Hkv=Hkv, Lk=Lk)
+            best = measure([call], options, ("forward",))
+            rates[Lk] = (call.k.nbytes + call.v.nbytes) / best[call.label, "forward"]
+            floor = None if Lk == SHORT_KEYS[0] else Floor(low=0.6 if Lk < 256 else 0.8)
+            findings.append(Finding(call.label, {"GB/s": f"{rates[Lk] / 1e9:.1f}", "forward": rates[Lk] / rates[SHORT_KEYS[0]]}, floor,
+                                    ("forward",)))
+    return Table(f"Decode, 1 query, {SHORT_BYTES / 1e6:.0f} MB of keys and values: GB/s over those of heads of {SHORT_KEYS[0]} keys",
+                 findings, "All calls of an arm have the same keys and values.")
+
+
 def cliffs(options: argparse.Namespace) -> Iterator[Table]:
     for dtype in DTYPES:
         for L in LENGTHS:
@@ -398,6 +416,7 @@ def cliffs(options: argparse.Namespace) -> Iterator[Table]:
     yield decode_table(options)
     yield streams_table(options)
     yield cold_table(options)
+    yield short_heads_table(options)
 
 
 # ---------------------------------------------------------------------------------------------- memory
