@@ -505,9 +505,9 @@ static inline FMHA_NAME(part) FMHA_NAME(part_of)(const int type, const fmha_arra
     return (FMHA_NAME(part)){at, 1, 0, heads * rows * bytes};
 }
 
-/* Where heads are short, of at most `near` bytes of keys and values, and what the pass reads lies far away, `far` bytes or more,
- * a thread at work on item `index` fetches an item that it will take, the next or a later one, see NEXT_BYTES. Returns `next`,
- * or NULL where nothing is. */
+/* Where what the pass reads lies far away, `far` bytes or more, a thread at work on item `index` fetches an item that it will take,
+ * the next or a later one, see NEXT_BYTES: of short heads, of at most `near` bytes of keys and values, all of it, of longer ones
+ * with few rows, forward, what these read and write. Returns `next`, or NULL where nothing is. */
 static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index, ptrdiff_t near, ptrdiff_t far, int backward,
                                            FMHA_NAME(next) *next)
 {
@@ -516,20 +516,22 @@ static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index,
     const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
     const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * run->cut.rows * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
     const double bytes = run->all_bytes > 0 ? run->all_bytes : (double)(p->B * p->Hkv * (rows + keys));
-    if (keys > near || bytes < (double)far) return NULL;
+    const int alone = keys > near;      /* the rows without keys and values */
+    if ((alone && (backward || run->cut.rows > BESIDE_ROWS)) || bytes < (double)far) return NULL;
     ptrdiff_t then = fmha_later(run, index, 1 + NEXT_BYTES / (rows + keys + 1));
     if (then >= fmha_items(&run->cut)) {
         if (!run->behind) return NULL;
         then -= fmha_items(&run->cut);
         run = run->behind;
         p = &run->p;
-        if (then >= fmha_items(&run->cut) || run->cut.rows > BLOCK_ROWS || (p->D + p->Dv) * p->Lk * of_key > near) return NULL;
+        if (then >= fmha_items(&run->cut) || run->cut.rows > BLOCK_ROWS || (!alone && (p->D + p->Dv) * p->Lk * of_key > near)) return NULL;
     }
     const fmha_item item = fmha_item_of(&run->cut, then);
     const ptrdiff_t b = item.b, group = p->H / p->Hkv, h = item.h * group;
     next->part[0] = FMHA_NAME(part_of)(p->element, &p->q, b, h, group, p->Lq, p->D);
     next->part[1] = FMHA_NAME(part_of)(p->stored, &p->k, b, item.h, 1, p->Lk, p->D);
     next->part[2] = FMHA_NAME(part_of)(p->stored, &p->v, b, item.h, 1, p->Lk, p->Dv);
+    if (alone) next->part[1].runs = next->part[2].runs = 0;
     next->part[3] = FMHA_NAME(part_of)(p->element, backward ? &run->grad_out : &run->out, b, h, group, p->Lq, p->Dv);
     next->part[4] = backward ? FMHA_NAME(part_of)(p->element, &run->out, b, h, group, p->Lq, p->Dv) : (FMHA_NAME(part)){.runs = 0};
     return next;

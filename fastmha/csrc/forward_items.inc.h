@@ -393,7 +393,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(next) next;
     block.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 0, &next);
     const ptrdiff_t later = fmha_later(run, index, 1);
-    if (!block.next && run->cut.rows <= BESIDE_ROWS && later < fmha_items(&run->cut)) {
+    if ((!block.next || block.next->part[1].runs == 0) && run->cut.rows <= BESIDE_ROWS && later < fmha_items(&run->cut)) {
         const fmha_item then = fmha_item_of(&run->cut, later);
         block.then = FMHA_NAME(stored_row)(&run->p, &run->p.k, then.b, then.h, 0);
     }
