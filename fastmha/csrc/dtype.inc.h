@@ -21,6 +21,7 @@
 #endif
 #include "backward_items.inc.h"
 #include "mask_gradient.inc.h"
+#include "decode_passes.inc.h"
 #include "decode.inc.h"
 #include "gemm.inc.h"
 #if FMHA_TILES
