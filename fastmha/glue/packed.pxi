@@ -7,9 +7,9 @@ from numpy import zeros
 
 from fastmha._kernels cimport (
     FMHA_MEND, FMHA_PREPARE, FMHA_RESTART, FMHA_RESULTS, FMHA_ROW_STATE, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE,
-    fmha_backward_cut, fmha_chunks, fmha_copies_cut, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_decode_dealt, fmha_forward_cut, fmha_heads_cut,
-    fmha_in_copies, fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_problem, fmha_run, fmha_split, fmha_task,
-    fmha_waiting_chunks,
+    fmha_backward_cut, fmha_chunks, fmha_copies_cut, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_decode_dealt,
+    fmha_forward_cut, fmha_heads_cut, fmha_in_copies, fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_problem,
+    fmha_run, fmha_split, fmha_task, fmha_waiting_chunks,
 )
 
 

@@ -166,9 +166,9 @@ def tiled_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, 
 
 
 def backward_split(Problem problem, int threads, bint quick=False):
-    """How a backward pass of "tiled" splits heads for so many threads: how many key/value heads, or copies of these, are whole; keys
-    of an item of the others; blocks of it, 0: all; the share of the threads that is busy. quick: for sizes that it meets for the
-    first time."""
+    """How a backward pass of "tiled" splits heads for so many threads: how many key/value heads, or copies of these, are whole;
+    keys of an item of the others; blocks of it, 0: all; the share of the threads that is busy. quick: for sizes that it meets
+    for the first time."""
     cdef fmha_problem p = fmha_in_copies(&problem.c)
     cdef fmha_split split
     cdef int short = quick
