@@ -3,7 +3,7 @@
     python benches/peers.py [--only SECTION] [--threads N] [--seconds S] [--json FILE]
 
     attention   short sequences and long ones, causal and full, forward and with gradients, float32 and float64
-    decode      one query on a long cache, grouped heads, from memory
+    decode      one query on a long cache, and one of each of many short ones, grouped heads, from memory
     layers      a layer of multi-head attention with its projections, forward and with all gradients
 
 Each library runs in a process of its own, which may use N cores and N threads; they take turns, with a rest before each, the
@@ -38,7 +38,11 @@ ATTENTION = {
     "the same, forward + backward": LONG | {"causal": True, "gradients": True},
     "full, forward + backward, float64": LONG | {"gradients": True, "dtype": "float64"},
 }
-DECODE = {"one query on 8192 keys, 32 heads on 8": SHORT | {"B": 1, "H": 32, "Hkv": 8, "Lq": 1, "Lk": 8192, "D": 128}}
+STEP = SHORT | {"H": 32, "Hkv": 8, "Lq": 1, "D": 128}
+DECODE = {
+    "one query on 8192 keys, 32 heads on 8": STEP | {"B": 1, "Lk": 8192},
+    "one query on 256 keys, 64 sequences, 32 heads on 8": STEP | {"B": 64, "Lk": 256},
+}
 LAYER = {"B": 8, "L": 128, "d_model": 768, "H": 12, "gradients": False}
 LAYERS = {"B 8, L 128, d_model 768": LAYER, "the same, forward + backward": LAYER | {"gradients": True}}
 

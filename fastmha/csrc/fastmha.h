@@ -233,7 +233,8 @@ typedef struct {
     void (*tiled_merge)(void *context, ptrdiff_t item, int worker);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*weights_scratch)(const fmha_problem *p);
-    /* The decode algorithm: chunks of keys, each of which leaves a result of chunk_scratch elements, then their merging. */
+    /* The decode algorithm: chunks of keys, each of which leaves a result of chunk_scratch elements, then their merging. The scratch of
+     * each thread begins with a ptrdiff_t of 0. */
     void (*decode)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*decode_scratch)(const fmha_problem *p);
     ptrdiff_t (*chunk_scratch)(const fmha_problem *p);

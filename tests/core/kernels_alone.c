@@ -204,6 +204,7 @@ static void give_scratch(fmha_run *run, ptrdiff_t bytes, int threads)
 {
     run->scratch_size = (bytes / FMHA_CACHE_LINE + 1) * FMHA_CACHE_LINE;
     run->scratch = memory((size_t)(run->scratch_size * threads));
+    for (int n = 0; n < threads; n++) *(ptrdiff_t *)(run->scratch + n * run->scratch_size) = 0;        /* "decode" has begun nothing */
     run->threads = threads;
     run->some = 1;
 }
