@@ -259,8 +259,9 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
         fmha_pool_run(kernels->gradient_pack_rows, run, fmha_items(&run->cut), threads);
     }
     const fmha_split split = {
-        way == BACKWARD ? FMHA_WHOLE : way == BACKWARD_TURNS ? FMHA_TURNS : FMHA_SHARES,
-        way == BACKWARD ? run->p.B * run->p.Hkv : 0, way == BACKWARD_SHARES ? SHARE : 0, 1, 1,
+        .mode = way == BACKWARD ? FMHA_WHOLE : way == BACKWARD_TURNS ? FMHA_TURNS : FMHA_SHARES,
+        .whole = way == BACKWARD ? run->p.B * run->p.Hkv : 0, .keys = FMHA_TILE_KEYS,
+        .share = way == BACKWARD_SHARES ? SHARE : 0, .together = 1,
     };
     const int modes[] = {FMHA_WHOLE, FMHA_PREPARE, split.mode, FMHA_RESULTS};
     run->share = split.share;
@@ -355,10 +356,12 @@ static void test_products(const kind *t, ptrdiff_t M, ptrdiff_t N, ptrdiff_t K)
         snprintf(what, sizeof what, "product %d x %d x %d%s%s", (int)M, (int)N, (int)K, trans_a ? ", a transposed" : "",
                  trans_b ? ", b transposed" : "");
         if (t->parts) {
-            fmha_tile_product product = {.M = M, .N = N, .K = K, .parts_a = t->parts, .parts_b = t->parts, .type_c = t->type};
+            fmha_tile_product product = {
+                .M = M, .N = N, .K = K, .most_rows = M, .parts_a = t->parts, .parts_b = t->parts, .type_c = t->type,
+            };
             product.a = tiles[0] = memory((size_t)(t->parts * t->kernels->tiles_size(M, K) * 2));
             product.b = tiles[1] = memory((size_t)(t->parts * t->kernels->tiles_size(N, K) * 2));
-            scratch = memory((size_t)(64 * 4 * (M + 16)));
+            scratch = memory((size_t)t->kernels->tile_scratch(&product));
             int large = t->kernels->pack_tiles(1, trans_a, t->type, t->parts, 0, M, K, x, lda, M, tiles[0]);
             large |= t->kernels->pack_tiles(0, !trans_b, t->type, t->parts, 0, N, K, y, ldb, N, tiles[1]);
             report(!large, "tiles take the operands", t->name, large, 0);
