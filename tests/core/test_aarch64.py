@@ -96,4 +96,4 @@ def test_the_same_program_agrees_on_this_machine(sources, tmp_path):
     """Without optimisation, which the kernels need long for, and the suite has other tests of."""
     compiler = found(NATIVE, "C compiler")
     plain = [flag for flag in flags() if flag != "-O3"]
-    assert_right(tool(str(built(compiler, plain, tmp_path, silent=False))))      # any compiler, which may warn of what others know
+    assert_right(tool(str(built(compiler, plain, tmp_path, silent=False))))     # any compiler: it may warn
