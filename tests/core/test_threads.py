@@ -30,10 +30,11 @@ def module(layout="auto"):
 
 
 def in_a_process(code, tmp_path, **environment):
-    """What the code printed, in a Python of its own, which must end well and soon. Only the variables given are set."""
+    """What the code printed, in a Python of its own, which must end well and soon. Only the variables given are set. Nothing is
+    buffered: a forked child would print what its parent has not yet."""
     inherited = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)], cwd=tmp_path, env=inherited | environment,
+        [sys.executable, "-u", "-W", "error", "-c", textwrap.dedent(code)], cwd=tmp_path, env=inherited | environment,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
