@@ -796,8 +796,8 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     return multiplied;
 }
 
-/* to <- factor * from, with one NaN, and where `zeros`, one 0: which operand a sum of NaN takes its sign from may follow the threads; and so may
- * whether a sum that has underflowed to -0 meets a 0, where sums are added to each other in turn. */
+/* to <- factor * from, with one NaN, and where `zeros`, one 0: which operand a sum of NaN takes its sign from may follow the
+ * threads; and so may whether a sum that has underflowed to -0 meets a 0, where sums are added to each other in turn. */
 INLINED void FMHA_NAME(multiply_rows)(const int zeros, ptrdiff_t rows, ptrdiff_t width, REAL factor, const REAL *from, ptrdiff_t ld,
                                       REAL *to, ptrdiff_t stride)
 {

@@ -247,8 +247,8 @@ static int FMHA_NAME(begin_sums)(const FMHA_NAME(gradients) *x, ptrdiff_t j, ptr
     return 1;
 }
 
-/* Whether gradients that the only block of a head made where they are wanted may have NaN in them: of ordinary rows they have none, and to read them
- * would be to wait until they are written. */
+/* Whether gradients that the only block of a head made where they are wanted may have NaN in them: of ordinary rows they have
+ * none, and to read them would be to wait until they are written. */
 static int FMHA_NAME(may_have_nan)(const FMHA_NAME(gradients) *x)
 {
     if (x->states_known || (int)*x->packed.kind & (FMHA_NAME(nonfinite_rows) | FMHA_NAME(nonfinite_q) | FMHA_NAME(nonfinite_grad_out))) return 1;

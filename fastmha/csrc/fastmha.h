@@ -378,7 +378,7 @@ static inline fmha_cut fmha_heads_cut(const fmha_problem *p)
 
 /* A backward pass has a key/value head of many stacked rows on few keys several times over, each for some of its query heads: what
  * these give to grad_k and grad_v waits for none of the others, and is added up at the end, in order. How many copies goes by the
- * lengths, so that no bit follows the threads; their sums are at most as many numbers as a FMHA_COPY_SHARE of grad_q. */
+ * lengths, so that no bit follows the threads. */
 static inline fmha_problem fmha_in_copies(const fmha_problem *p)
 {
     fmha_problem copied = *p;

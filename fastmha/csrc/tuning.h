@@ -9,7 +9,7 @@
 #define FMHA_SUM_KEYS (FMHA_TILE_KEYS / 4)     /* of a sum of grad_q, and the fewest of an item of a head that is split */
 #define FMHA_RUN_KEYS (4 * FMHA_TILE_KEYS)     /* keys that a softmax of a tiled forward pass runs over, before it is merged */
 #define FMHA_COPY_ROWS 512      /* stacked rows, at least, for which a backward pass has a copy of a key/value head of its own */
-#define FMHA_COPY_SHARE 4       /* a fourth of the rows of q at most are all copies' keys */
+#define FMHA_COPY_SHARE 4       /* rows of queries, at least, for each key of all copies: their sums are a fourth of grad_q at most */
 #define FMHA_DECODE_ROWS 64     /* query rows per key/value head that the decode algorithm takes, at most */
 #define FMHA_CHUNK_KEYS 512     /* keys of which the decode algorithm has a softmax: by the length alone, whatever the threads */
 #define FMHA_CHUNK_ITEMS 8      /* of each thread, at least, where several of these are an item, or several items taken at a time */

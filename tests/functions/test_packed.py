@@ -237,6 +237,20 @@ def test_short_sequences_that_fill_any_cache_have_the_bits_that_each_has_alone(a
         assert_same_but_for_blas(algorithm, together, alone)
 
 
+@pytest.mark.parametrize(("threads", "group"), [(1, 1), (2, 1), (1, 4), (2, 4)])
+def test_decoded_sequences_of_which_each_comes_from_memory_have_the_bits_that_each_has_alone(isa, threads, group, rng):
+    """A head of one is begun beside the head before, and not beside the last one of another sequence."""
+    queries, keys = [1, 2, 1], [11000, 11300, 700]
+    shapes = (sum(queries), 4 * group, 64), (sum(keys), 4, 64), (sum(keys), 4, 64)
+    q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    together = fastmha.attention_packed(q, k, v, queries, keys, algorithm="decode", num_threads=threads)
+    for end, Lq, end_k, Lk in zip(np.cumsum(queries), queries, np.cumsum(keys), keys, strict=True):
+        part, of_k = slice(end - Lq, end), slice(end_k - Lk, end_k)
+        own = [x[s].swapaxes(0, 1)[None] for x, s in ((q, part), (k, of_k), (v, of_k))]
+        alone = fastmha.attention(*own, algorithm="decode", num_threads=1)
+        assert_same([together[part]], [alone[0].swapaxes(0, 1)])
+
+
 @pytest.mark.parametrize("algorithm", ALL)
 @support.ill_scaled
 def test_scores_of_every_size(isa, algorithm, kind, rng):
