@@ -384,7 +384,6 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
 {
     const fmha_run *run = x->w.run;
     const fmha_problem *p = &run->p;
-    const ptrdiff_t group = p->H / p->Hkv;
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row; i0 += BLOCK_ROWS) {
         FMHA_NAME(rows) block;
@@ -407,7 +406,7 @@ static void FMHA_NAME(write_blocks)(FMHA_NAME(gradients) *x)
         }
 #endif
         for (ptrdiff_t r = 0; r < block.rows; r++) {
-            const ptrdiff_t h = x->item.h * group + (i0 + r) / p->Lq, i = (i0 + r) % p->Lq;
+            const ptrdiff_t h = block.head[r], i = block.query[r];
             FMHA_NAME(write_rows)(p->element, 1, 1, p->D, factor, rest, own.grad_q + r * x->width, x->width,
                                   FMHA_NAME(row_in)(p->element, &run->grad_q, x->item.b, h, i), 0);
             if (!run->row_states || p->Lk == 0) continue;

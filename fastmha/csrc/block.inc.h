@@ -226,12 +226,16 @@ INLINED void FMHA_NAME(pack_square)(const int sized, const int type, const int w
                                     const char *const *row, ptrdiff_t at, ptrdiff_t ahead, REAL factor, VEC *squares, REAL *to,
                                     ptrdiff_t ld)
 {
+    static const REAL none[LANES];      /* of any type */
+    const char *from[LANES];
     VEC part[LANES];
+    /* Rows that are not there are read like the others: a branch for each would keep all squares out of the registers. */
+    for (ptrdiff_t l = 0; !whole && l < LANES; l++) from[l] = l < rows ? row[l] + at : (const char *)none;
 #pragma GCC unroll 16
     for (ptrdiff_t l = 0; l < LANES; l++) {
         if (whole) v_prefetch(row[l] + at + ahead);
         if (whole) part[l] = FMHA_NAME(stored_load)(type, row[l] + at) * factor;
-        else part[l] = l < rows ? FMHA_NAME(stored_load_n)(type, row[l] + at, items) * factor : v_splat(0);
+        else part[l] = FMHA_NAME(stored_load_n)(type, from[l], items) * factor;
     }
 #pragma GCC unroll 16
     for (ptrdiff_t l = 0; sized && l < LANES; l++) squares[l % 4] = squares[l % 4] + part[l] * part[l];
@@ -252,9 +256,14 @@ INLINED REAL FMHA_NAME(transposed)(const int sized, const int type, const FMHA_N
     for (ptrdiff_t q = 0; q < queries; q += LANES) {
         const char *row[LANES];
         ptrdiff_t rows = block->rows - q < LANES ? block->rows - q : LANES, d = 0;
-        for (ptrdiff_t l = 0; l < LANES; l++) {
-            ptrdiff_t r = q + (l < rows ? l : 0);
-            row[l] = FMHA_NAME(row_in)(type, x, block->b, block->head[r], block->query[r]);
+        row[0] = FMHA_NAME(row_in)(type, x, block->b, block->head[q], block->query[q]);
+        if (block->head[q] == block->head[q + rows - 1]) {      /* evenly apart */
+            for (ptrdiff_t l = 1; l < LANES; l++) row[l] = row[0] + (l < rows ? l : 0) * x->stride[2] * size;
+        } else {
+            for (ptrdiff_t l = 1; l < LANES; l++) {
+                ptrdiff_t r = q + (l < rows ? l : 0);
+                row[l] = FMHA_NAME(row_in)(type, x, block->b, block->head[r], block->query[r]);
+            }
         }
 #if HAVE_TRANSPOSE
 #define PACK_SQUARE(whole) \

@@ -456,7 +456,7 @@ static __attribute__((noinline)) int FMHA_NAME(few_keys_row)(const fmha_run *run
     for (; d < Dv; d += LANES)
         trace = FMHA_NAME(few_values)(1, n, Dv - d, s, from.v + d * size, from.ldv, inverse, out + d, d ? NULL : &first, trace);
     if (FMHA_NAME(sum)(trace) != 0) return 0;
-    if (first <= 2 * TINY * total && first >= -2 * TINY * total && FMHA_NAME(tiny_row)(Dv, out)) return 0;
+    if (REAL_ABS(first) <= 2 * TINY * total && FMHA_NAME(tiny_row)(Dv, out)) return 0;
     if (run->lse) ((REAL *)run->lse)[b * p->H + h] = peak + REAL_LOG(total);
     return 1;
 }

@@ -107,6 +107,7 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef REAL
 #undef INT
 #undef REAL_LOG
+#undef REAL_ABS
 #undef REAL_EPSILON
 #undef SIGN_BIT
 #undef EXP_SHIFT

@@ -238,9 +238,10 @@ static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *
     if (j > block->j0 || j + n < block->j1 || p->element != FMHA_SAME || p->Dv == 0 || block->head[0] != block->head[block->rows - 1]) return 0;
     int ordinary = 1;
     for (ptrdiff_t v = 0; banded && v < block->queries / LANES; v++) ordinary &= block->low[v] < block->high[v];
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        ordinary &= total[r] > 0 && total[r] < (REAL)INFINITY;
-        inverse[r] = 1 / total[r];
+    for (ptrdiff_t q = 0; q < block->rows; q += LANES) {
+        const VEC of = v_load_n(total + q, block->rows - q, 1);
+        ordinary &= !v_any(~(v_greater(of, v_splat(0)) & v_greater(v_splat((REAL)INFINITY), of)));
+        v_store(inverse + q, v_splat(1) / of);
     }
     return ordinary;
 }

@@ -43,14 +43,14 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
     const ptrdiff_t bytes = p->Dv * (ptrdiff_t)sizeof(REAL), ahead = p->B * p->H * p->Lq * bytes >= WRITTEN_FAR ? WRITTEN_AHEAD : BLOCK_ROWS;
     uint64_t some = 0, tiny = 0;
     VEC trace = block->written ? v_load(block->results.trace) : v_splat(0);
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
+    if (block->written) {       /* all rows, of a single head */
+        const REAL *first = FMHA_NAME(out_row)(run, block, 0, m);
+        for (ptrdiff_t r = 0; r < block->rows; r++, first += run->out.stride[2])
+            if (REAL_ABS(*first) <= 2 * TINY) some |= (uint64_t)1 << r;
+        for (ptrdiff_t r = 0; run->lse && r < block->rows; r++) FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
+    }
+    for (ptrdiff_t r = 0; !block->written && r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
-        if (block->written) {
-            FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
-            const REAL value = *FMHA_NAME(out_row)(run, block, r, m);
-            if (value <= 2 * TINY && value >= -2 * TINY) some |= (uint64_t)1 << r;
-            continue;
-        }
         if (r + ahead < block->rows) {
             const char *later = (const char *)FMHA_NAME(out_row)(run, block, r + ahead, m);
             for (ptrdiff_t byte = 0; byte < bytes; byte += FMHA_CACHE_LINE) v_prefetch_written(later + byte);
@@ -61,7 +61,7 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
         if (total[r] != total[r]) FMHA_NAME(fill)(p->Dv, FMHA_NAME(out_row)(run, block, r, m), total[r]);
         FMHA_NAME(write_lse)(run, block, r, peak[r], total[r]);
         const REAL bound = 2 * TINY * total[r];     /* hardly a row is: looked at by what is at hand */
-        if (total[r] != 0 && p->Dv > 0 && sums[0] <= bound && sums[0] >= -bound) some |= (uint64_t)1 << r;
+        if (total[r] != 0 && p->Dv > 0 && REAL_ABS(sums[0]) <= bound) some |= (uint64_t)1 << r;
     }
     /* by itself: to read behind a store of a part of a vector is to wait for it */
     for (ptrdiff_t r = 0; r < block->rows && some >> r; r++)

@@ -22,8 +22,15 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
                               ptrdiff_t ld_beside, FMHA_NAME(results) *results, ptrdiff_t width)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    VEC sum[MICRO_MOST_ROWS][MICRO_VECTORS];
-#pragma GCC unroll 12
+    const int grouped = mr > MICRO_MOST_ROWS;       /* an address for each four rows: there are no registers for one each */
+    const REAL *group[MICRO_SINGLE_ROWS / 4];
+    VEC sum[MICRO_SINGLE_ROWS][MICRO_VECTORS];
+#pragma GCC unroll 4
+    for (int g = 0; grouped && g < (mr + 3) / 4; g++) {
+        group[g] = a + 4 * g * a_row;
+        __asm__("" : "+r"(group[g]));       /* or compilers see that they are as far apart as the rows, and make 16 of them */
+    }
+#pragma GCC unroll 16
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
@@ -45,12 +52,14 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
             if ((init & FMHA_FETCH) && v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0)
                 v_prefetch(b + (MICRO_AHEAD * ldb + v * LANES) * size);
         }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
         for (int r = 0; r < mr; r++) {
-            VEC scalar = v_splat(a[r * a_row]);
+            VEC scalar = v_splat(grouped ? group[r / 4][r % 4 * a_row] : a[r * a_row]);
 #pragma GCC unroll 12
             for (int v = 0; v < nv; v++) sum[r][v] = v_sum(sum[r][v], scalar, row[v]);
         }
+#pragma GCC unroll 4
+        for (int g = 0; grouped && g < (mr + 3) / 4; g++) group[g] += a_step;
         a += a_step;
         b += ldb * size;
         if (!(init & FMHA_FETCH_ROWS) && FMHA_ACTION(init) != FMHA_RESULTS_OF && beside) {
@@ -60,17 +69,17 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
             beside += ld_beside == FMHA_IN_A_ROW ? nv * FMHA_VECTOR_BYTES : ld_beside;
         }
         if ((init & FMHA_FETCH_ROWS) && k % (FMHA_CACHE_LINE / (ptrdiff_t)sizeof(REAL)) == 0) {
-#pragma GCC unroll 12
+#pragma GCC unroll 16
             for (int r = 0; r < mr; r++) v_prefetch(a + (r + mr) * a_row);
             if (beside) {
-#pragma GCC unroll 12
+#pragma GCC unroll 16
                 for (int r = 0; r < mr; r++) v_prefetch_far(beside + r * ld_beside);
                 beside += ld_beside == FMHA_IN_A_ROW ? mr * FMHA_CACHE_LINE : FMHA_CACHE_LINE;
             }
         }
     }
     VEC trace[MICRO_VECTORS];
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int r = 0; r < mr; r++)
 #pragma GCC unroll 12
         for (int v = 0; v < nv; v++) {
@@ -114,9 +123,15 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
         MICRO_AT(mr, nv); \
         r += (mr); \
     }
+#define MICRO_SINGLE(mr, nv) \
+    if ((init) & FMHA_FETCH_ROWS && (nv) == 1 && (mr) <= MICRO_SINGLE_ROWS && rows == (mr)) { \
+        MICRO_AT(mr, nv); \
+        break; \
+    }
 /* A tile of few rows waits for its sums as long as one of many: those that are left are one tile where the registers hold them. */
 #define MICRO_PANEL(nv) \
     case nv: \
+        MICRO_SINGLE(16, nv) MICRO_SINGLE(15, nv) MICRO_SINGLE(14, nv) MICRO_SINGLE(13, nv) \
         MICRO(MICRO_ROWS(nv), nv); \
         left = rows - r; \
         if (left > 4) { \

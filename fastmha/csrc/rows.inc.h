@@ -521,7 +521,7 @@ static int FMHA_NAME(exceeds)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, pt
 static inline int FMHA_NAME(tiny_row)(ptrdiff_t n, const void *x)
 {
     REAL first = n > 0 ? *(const REAL *)x : 1;
-    if (!(first < TINY && first > -TINY)) return 0;     /* nearly always */
+    if (!(REAL_ABS(first) < TINY)) return 0;     /* nearly always, and no CPU guesses its sign */
     for (ptrdiff_t j = 0; j < n; j += LANES) {
         VEC size = v_abs(v_load_n((const REAL *)x + j, n - j, 0));
         if (v_any(~v_greater(v_splat(TINY), size))) return 0;

@@ -32,6 +32,9 @@
 /* Rows of the register tile, at most. */
 #define MICRO_MOST_ROWS    FMHA_OF(    12,     12,     12,     12,     12)
 
+/* The same where a product has no more rows and a single vector of columns: what is left over would wait for its own few sums. */
+#define MICRO_SINGLE_ROWS  FMHA_OF(    12,     12,     12,     16,     12)
+
 /* Rows of a packed panel that FMHA_FETCH fetches ahead: from memory some KB pay. */
 #define MICRO_AHEAD        FMHA_OF(     6,      6,     64,     24,      6)
 

@@ -7,6 +7,7 @@
 #define REAL float
 #define INT int32_t
 #define REAL_LOG logf
+#define REAL_ABS fabsf
 #define REAL_EPSILON FLT_EPSILON
 #define SIGN_BIT INT32_MIN
 #define EXP_SHIFT 23
@@ -35,6 +36,7 @@ static const REAL FMHA_NAME(tanh_fit)[] = {-0x1.55553p-2f, 0x1.11068ep-3f, -0x1.
 #define REAL double
 #define INT int64_t
 #define REAL_LOG log
+#define REAL_ABS fabs
 #define REAL_EPSILON DBL_EPSILON
 #define SIGN_BIT INT64_MIN
 #define EXP_SHIFT 52
