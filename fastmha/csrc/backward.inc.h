@@ -9,8 +9,8 @@
  * of keys. So rows add up the P that come of lse, and where the sum is not 1 to the rounding of lse they have sums of their own
  * taken over all their keys (own_sums), P = exp(S - peak) / total and delta = sum(P dP), and the work is done again. Own sums
  * are taken at once where |lse| is huge; of few rows, whose lse "decode" may have written, where |lse| is far from what ordinary
- * scores give; and of LONE_ROWS, whose errors nothing evens out, wherever all keys are in a single tile. Each row decides by
- * itself. */
+ * scores give; of LONE_ROWS, whose errors nothing evens out, wherever all keys are in a single tile; and where there is one key.
+ * Each row decides by itself. */
 
 #define P_KEYS (FMHA_SUM_KEYS / 3)      /* of a sum of P: of many equal ones each addition may round to the same side */
 #define HUGE_LSE 256            /* |lse| from where on no lse is taken */
@@ -342,10 +342,11 @@ static int FMHA_NAME(own_sums)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, c
     return FMHA_NAME(take_own)(w, block, packed, &own, chosen);
 }
 
-/* Whether a block of LONE_ROWS has all its keys in a tile. */
+/* Whether a block of LONE_ROWS has all its keys in a tile, or is of any rows and there is one key: then P is 1 and dS is 0, which
+ * dP - delta with the delta of dO and O is but for its rounding. */
 static inline int FMHA_NAME(is_lone)(const FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block)
 {
-    return w->run->cut.rows <= LONE_ROWS && block->j0 < block->j1 && block->j0 / TILE_KEYS == (block->j1 - 1) / TILE_KEYS;
+    return (w->run->cut.rows <= LONE_ROWS || w->run->p.Lk == 1) && block->j0 < block->j1 && block->j0 / TILE_KEYS == (block->j1 - 1) / TILE_KEYS;
 }
 
 /* Whether own sums may take the place of a row's lse. */

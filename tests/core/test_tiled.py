@@ -349,6 +349,28 @@ def test_copies_of_heads_of_packed_sequences_have_the_bits_of_sequences_alone(is
         assert_same([x], [np.concatenate(parts)])
 
 
+@support.all_dtypes
+@pytest.mark.parametrize("rules", ["plain", "causal", "lengths and softcap"])
+@pytest.mark.parametrize(("shape", "threads"), [((1, 1, 16), 1), ((2, 3, 17), 1), ((1, 2, 70), 4), ((1, 32, 64), 3)])
+def test_one_key_gets_no_gradient_by_its_score(isa, dtype, rules, shape, threads, rng):
+    """Its weight is 1 whatever the score is: grad_q and grad_k are 0, not what is left of two sums that ought to be equal."""
+    B, H, Lq = shape
+    keywords = {
+        "plain": {},
+        "causal": {"is_causal": True, "offset": 3},
+        "lengths and softcap": {"key_padding_lengths": np.array([1, 0])[:B], "softcap": 2.0},
+    }[rules]
+    q, k, v, g = draw(rng, B, H, 1, Lq, 1, 27, 27, dtype=dtype)
+    out, lse = fastmha.attention(q, k, v, return_lse=True, **keywords)
+    for algorithm in ("tiled", "blas"):
+        grad_q, grad_k, grad_v = fastmha.attention_backward(
+            g, q, k, v, out, lse, algorithm=algorithm, num_threads=threads, **keywords
+        )
+        assert not grad_q.any()
+        assert not grad_k.any()
+        assert grad_v.any()
+
+
 def test_sums_of_copies_are_at_most_a_fourth_as_many_as_the_gradient_of_q(isa):
     """By the scratch of two lengths of keys, one that allows as many copies and one that allows none."""
     q = np.empty((1, 32, 1024, 64), np.float32)
