@@ -407,6 +407,23 @@ def short_heads_table(options: argparse.Namespace) -> Table:
                  findings, "All calls of an arm have the same keys and values.")
 
 
+def side_by_side_table(options: argparse.Namespace) -> Table:
+    """Heads in rows of all heads against the same heads one after the other, from memory."""
+    findings = []
+    for H, Hkv, D, Lk in ((8, 8, 128, 4096), (32, 8, 128, 4096), (12, 12, 64, 512), (32, 32, 128, 300), (32, 8, 128, 128)):
+        B = max(1, round(SHORT_BYTES / (8 * Hkv * Lk * D)))
+        by_head = draw(f"{H} query heads on {Hkv}, D {D}, Lk {Lk}", B, H, 1, D, Hkv=Hkv, Lk=Lk)
+        arrays = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (by_head.q, by_head.k, by_head.v, by_head.grad_out))
+        by_token = Call(f"{by_head.label}, BLHD", *arrays, {"layout": "BLHD"})
+        best = measure([by_head, by_token], options, ("forward",))
+        times = [best[call.label, "forward"] for call in (by_token, by_head)]
+        rate = (by_head.k.nbytes + by_head.v.nbytes) / times[0]
+        cells = {"GB/s": f"{rate / 1e9:.1f}", "forward": times[0] / times[1]}
+        findings.append(Finding(by_head.label, cells, Floor(high=1.7), ("forward",)))
+    return Table(f"Decode, 1 query, {SHORT_BYTES / 1e6:.0f} MB of keys and values (B, L, H, D): time over that of (B, H, L, D)",
+                 findings, "All calls of an arm have the same keys and values.")
+
+
 def cliffs(options: argparse.Namespace) -> Iterator[Table]:
     for dtype in DTYPES:
         for L in LENGTHS:
@@ -417,6 +434,7 @@ def cliffs(options: argparse.Namespace) -> Iterator[Table]:
     yield streams_table(options)
     yield cold_table(options)
     yield short_heads_table(options)
+    yield side_by_side_table(options)
 
 
 # ---------------------------------------------------------------------------------------------- memory

@@ -8,7 +8,7 @@ cdef extern from "csrc/items.h" nogil:
         ptrdiff_t b, h, i0, rows, j0, cols
 
     ctypedef struct fmha_cut:
-        ptrdiff_t heads, first, last, rows, row_step, cols, col_step
+        ptrdiff_t heads, head_step, first, last, rows, row_step, cols, col_step
         int from_end
 
     ptrdiff_t fmha_items(const fmha_cut *)
@@ -63,6 +63,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t scratch_size, threads, some
         char *kept
         char *chunks
+        ptrdiff_t neighbours
         ptrdiff_t whole
         char *shared
         ptrdiff_t first_shared, items_before
@@ -123,6 +124,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
         void (*decode)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*decode_scratch)(const fmha_problem *) noexcept nogil
+        void (*decode_neighbours)(void *, ptrdiff_t, int) noexcept nogil
+        ptrdiff_t (*neighbours_scratch)(const fmha_problem *, ptrdiff_t) noexcept nogil
         ptrdiff_t (*chunk_scratch)(const fmha_problem *) noexcept nogil
         void (*decode_merge)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*merge_scratch)(const fmha_problem *) noexcept nogil
@@ -174,6 +177,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t FMHA_SUMMED_ROWS
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
     ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
+    ptrdiff_t FMHA_NEIGHBOURS_FROM
     double FMHA_HALF_COST, FMHA_QUARTER_COST, FMHA_RUN_COST
     ptrdiff_t FMHA_RUN_KEYS, FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
@@ -201,6 +205,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t fmha_chunks(const fmha_problem *)
     ptrdiff_t fmha_waiting_chunks(const fmha_problem *)
     fmha_cut fmha_decode_cut(const fmha_problem *, ptrdiff_t threads)
+    ptrdiff_t fmha_neighbours(const fmha_problem *, ptrdiff_t rows, ptrdiff_t size, ptrdiff_t chunks, ptrdiff_t threads)
+    fmha_cut fmha_neighbours_cut(const fmha_problem *, ptrdiff_t)
     ctypedef struct fmha_blocks:
         ptrdiff_t whole, fine, rows
         bint runs, heads_inside

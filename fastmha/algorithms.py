@@ -158,7 +158,7 @@ def _decode_tile(problem: Problem) -> tuple[int, int]:
 
 
 def _decode_scratch(problem: Problem, backward: bool, threads: int) -> tuple[int, int]:
-    return _core.decode_scratch(problem)
+    return _core.decode_scratch(problem, threads)
 
 
 class Algorithm(NamedTuple):

@@ -239,7 +239,8 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         low, high = _key_ranges(problem)
         first, end = low.min(axis=1, initial=problem.shape[4])[chunks["b"]], high.max(axis=1, initial=0)[chunks["b"]]
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
-        each = np.where(read, chunks["keys"].max(initial=0), 0)
+        heads_of = np.minimum(_core.decode_neighbours(problem, threads), Hkv - chunks["head"])
+        each = np.where(read, chunks["keys"].max(initial=0) * heads_of, 0)
         return [_together(problem, each, threads, decode=True), np.zeros(len(heads))], float(each.sum())
     if BY_NAME[name] is TILED and not backward:
         of = _pairs_of_items(problem, passes[0])

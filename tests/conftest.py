@@ -12,6 +12,7 @@ from support import isa, rng  # noqa: E402, F401
 from fastmha import _core  # noqa: E402
 
 _core.share_from(0)     # small arrays, too, are shared between threads here; test_threads.py has the default
+_core.neighbours_from(0)    # and decoded side by side; test_decode.py has both
 
 
 @pytest.fixture(params=[False, True], ids=["asked", "alone"])

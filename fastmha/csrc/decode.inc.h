@@ -84,6 +84,16 @@ static inline FMHA_NAME(chunk) FMHA_NAME(chunk_of)(const fmha_run *run, ptrdiff_
     return chunk;
 }
 
+/* A chunk before its first key. */
+static void FMHA_NAME(begin_chunk)(ptrdiff_t rows, ptrdiff_t value_width, const FMHA_NAME(chunk) *result)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) {
+        result->peak[r] = NEGATIVE_INFINITY;
+        result->total[r] = 0;
+    }
+    memset(result->sums, 0, (size_t)(rows * value_width) * sizeof(REAL));
+}
+
 /* scores (rows, DECODE_KEYS) of n keys from key j on -> probabilities beside the peaks so far, with masks and dropout in them;
  * peak and total of each row are kept up to date, shrink is what its sums are multiplied by. Returns whether something may be
  * removed. */
@@ -199,11 +209,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     REAL *q = m->q, *shrink = m->shrink, *out = result->sums;
     const int careful = purpose == FMHA_NAME(careful), raised = purpose == FMHA_NAME(raised);
     int partly = 0;
-    for (ptrdiff_t r = 0; r < rows; r++) {
-        result->peak[r] = NEGATIVE_INFINITY;
-        result->total[r] = 0;
-    }
-    memset(out, 0, (size_t)(rows * value_width) * sizeof(REAL));
+    FMHA_NAME(begin_chunk)(rows, value_width, result);
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
     const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && DECODE_USUAL(p->stored);
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
@@ -263,13 +269,14 @@ static inline ptrdiff_t FMHA_NAME(chunk_begin)(ptrdiff_t j, ptrdiff_t low)
     return j < low ? j + (low - j) / DECODE_KEYS * DECODE_KEYS : j;
 }
 
+/* Where it ends, of keys before `end`. */
+static inline ptrdiff_t FMHA_NAME(chunk_end)(ptrdiff_t j, ptrdiff_t end) { return end - j < FMHA_CHUNK_KEYS ? end : j + FMHA_CHUNK_KEYS; }
+
 /* Of the chunk from key j on, those from `low` on and before `end`. */
 static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
                                       const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
-    const ptrdiff_t first = FMHA_NAME(chunk_begin)(j, low);
-    const ptrdiff_t last = end - j < FMHA_CHUNK_KEYS ? end : j + FMHA_CHUNK_KEYS;
-    return FMHA_NAME(decode_chunk)(run, b, hkv, first, last, end, lift, m, result, purpose);
+    return FMHA_NAME(decode_chunk)(run, b, hkv, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), end, lift, m, result, purpose);
 }
 
 /* As tiny_rows, chunk after chunk; what these have left is written over. scratch: what decode_layout asks for. */
@@ -323,13 +330,12 @@ static ptrdiff_t FMHA_NAME(decode_item_scratch)(const fmha_problem *p)
     return fmha_parts(p->Lk, FMHA_CHUNK_KEYS) > 1 ? own : own + FMHA_NAME(chunk_scratch)(p) + FMHA_NAME(merge_scratch)(p);
 }
 
-/* Partial softmaxes of the chunks of key/value head `index`, from the first one on, become one, in their order. */
-static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t index, REAL *scratch, const FMHA_NAME(chunk) *of)
+/* Partial softmaxes of the chunks of a key/value head, from the first one on, become one, in their order. */
+static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, REAL *scratch, const FMHA_NAME(chunk) *of)
 {
     const fmha_problem *p = &run->p;
     const FMHA_NAME(chunk) first = *of;         /* the others follow, each `size` REALs on */
-    const fmha_item item = fmha_item_of(&run->cut, index);
-    ptrdiff_t b = item.b, hkv = item.h, rows = item.rows, group = p->H / p->Hkv, value_width = ROUND_UP(p->Dv, LANES);
+    const ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
     int finite = 1;
     uint64_t tiny = 0;
@@ -522,7 +528,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
         m.ready = 0;
         FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, FMHA_NAME(careful));
     }
-    if (chunks == 1) FMHA_NAME(merge_head)(run, index, scratch, &result);
+    if (chunks == 1) FMHA_NAME(merge_head)(run, b, hkv, scratch, &result);
 }
 
 /* Item: one key/value head whose chunks were items of their own. */
@@ -530,7 +536,8 @@ static void FMHA_NAME(decode_merge)(void *context, ptrdiff_t index, int worker)
 {
     const fmha_run *run = context;
     const ptrdiff_t chunks = fmha_parts(run->p.Lk, FMHA_CHUNK_KEYS);
+    const fmha_item item = fmha_item_of(&run->cut, index);
     if (chunks == 1) return;
     const FMHA_NAME(chunk) first = FMHA_NAME(chunk_of)(run, index * chunks);
-    FMHA_NAME(merge_head)(run, index, FMHA_NAME(scratch_of)(run, worker), &first);
+    FMHA_NAME(merge_head)(run, item.b, item.h, FMHA_NAME(scratch_of)(run, worker), &first);
 }

@@ -10,6 +10,8 @@ typedef struct {
     int turns, vectors, close;
     ptrdiff_t k, v, k_lines, v_lines;
     const char *then;           /* what is fetched beside values alone: rows of keys, or NULL */
+    ptrdiff_t aside;            /* of values alone a part of a step, see streams; or 0 */
+    int begun, ends;
 } FMHA_NAME(ahead);
 
 /* Keys and values of types that are computed with often; of the others neither turns nor sums of many widths pay for their code. */
@@ -115,6 +117,22 @@ INLINED void FMHA_NAME(no_totals)(const int many, const int nv, VEC *total)
         for (int i = 0; i < nv; i++) total[r * nv + i] = v_splat(0);
 }
 
+INLINED void FMHA_NAME(take_totals)(const int many, const int nv, VEC *total, const REAL *from, ptrdiff_t ld)
+{
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++)
+#pragma GCC unroll 16
+        for (int i = 0; i < nv; i++) total[r * nv + i] = v_load(from + r * ld + i * LANES);
+}
+
+INLINED void FMHA_NAME(leave_totals)(const int many, const int nv, const VEC *total, REAL *to, ptrdiff_t ld)
+{
+#pragma GCC unroll 4
+    for (int r = 0; r < many; r++)
+#pragma GCC unroll 16
+        for (int i = 0; i < nv; i++) v_store(to + r * ld + i * LANES, total[r * nv + i]);
+}
+
 /* Items of the last of nv vectors of so many columns. */
 #define DECODE_LAST(nv, columns) ((columns) < (nv) * LANES ? (columns) - ((nv) - 1) * LANES : LANES)
 
@@ -132,7 +150,8 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
     for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
         const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
         VEC total[DECODE_TOGETHER * 8];
-        FMHA_NAME(no_totals)(many, nv, total);
+        if (from->begun) FMHA_NAME(take_totals)(many, nv, total, out + from->aside, ldo);
+        else FMHA_NAME(no_totals)(many, nv, total);
 #define EACH_KEY(fetch, last, ahead) \
     _Pragma("GCC unroll 2") \
     for (ptrdiff_t e = j; e < end; e++, v += ldv) { \
@@ -157,7 +176,8 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
             }
         }
 #undef EACH_KEY
-        FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
+        if (from->aside && !from->ends) FMHA_NAME(leave_totals)(many, nv, total, out + from->aside, ldo);
+        else FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
     }
 }
 
@@ -391,6 +411,7 @@ static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, 
     const char *then = what == FMHA_NAME(values_alone) ? ahead->then : NULL;
     from.then_ld = p->k.stride[2] * size;
     from.then_lines = ahead->k_lines;
+    from.aside = ahead->aside, from.begun = ahead->begun, from.ends = ahead->ends;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
         from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;

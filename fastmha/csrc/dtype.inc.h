@@ -23,6 +23,7 @@
 #include "mask_gradient.inc.h"
 #include "decode_passes.inc.h"
 #include "decode.inc.h"
+#include "decode_neighbours.inc.h"
 #include "gemm.inc.h"
 #if FMHA_TILES
 #include "matrix_gemm.inc.h"
@@ -87,6 +88,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .mask_gradient_scratch = FMHA_NAME(mask_gradient_scratch),
     .decode = FMHA_NAME(decode),
     .decode_scratch = FMHA_NAME(decode_item_scratch),
+    .decode_neighbours = FMHA_NAME(decode_neighbours),
+    .neighbours_scratch = FMHA_NAME(neighbours_scratch),
     .chunk_scratch = FMHA_NAME(chunk_scratch),
     .decode_merge = FMHA_NAME(decode_merge),
     .merge_scratch = FMHA_NAME(merge_scratch),

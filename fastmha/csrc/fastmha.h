@@ -160,6 +160,7 @@ typedef struct fmha_run {
     char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
     char *chunks;               /* what decode leaves of each of its items, in their order, and tiled of each run of a block */
     ptrdiff_t whole;            /* of tiled: the first block that may be cut into runs */
+    ptrdiff_t neighbours;       /* of decode: heads of an item, or 1: not by decode_neighbours */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
     ptrdiff_t first_shared;
     /* Of one of the sequences of a packed pass, else 0 and NULL: how many items come before its own, what all read in bytes, and the run of
@@ -237,6 +238,9 @@ typedef struct {
      * each thread begins with a ptrdiff_t of 0. */
     void (*decode)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*decode_scratch)(const fmha_problem *p);
+    /* The same of several heads at a time, see fmha_neighbours_cut. */
+    void (*decode_neighbours)(void *context, ptrdiff_t item, int worker);
+    ptrdiff_t (*neighbours_scratch)(const fmha_problem *p, ptrdiff_t heads);
     ptrdiff_t (*chunk_scratch)(const fmha_problem *p);
     void (*decode_merge)(void *context, ptrdiff_t item, int worker);
     ptrdiff_t (*merge_scratch)(const fmha_problem *p);
@@ -566,6 +570,31 @@ static inline fmha_cut fmha_decode_cut(const fmha_problem *p, ptrdiff_t threads)
 {
     fmha_cut cut = fmha_heads_cut(p);
     cut.col_step = fmha_decode_dealt(fmha_chunks(p), threads) * FMHA_CHUNK_KEYS;
+    return cut;
+}
+
+/* How many heads of keys and values that lie far away, `size` bytes each number, "decode" goes through side by side, or 1: of those
+ * that lie in rows of all heads, as many in each item, which are some KB of a row. rows: of queries for each; chunks: of each head,
+ * of which every thread is to have some. No bit follows it. */
+static inline ptrdiff_t fmha_neighbours(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t size, ptrdiff_t chunks, ptrdiff_t threads)
+{
+    const ptrdiff_t *k = p->k.stride, *v = p->v.stride, fill = FMHA_NEIGHBOURS_BYTES / (p->D * size + 1) + 1;
+    ptrdiff_t heads = fill < FMHA_MOST_NEIGHBOURS ? fill : FMHA_MOST_NEIGHBOURS;
+    if (k[1] <= 0 || v[1] <= 0 || p->Hkv * k[1] > k[2] || p->Hkv * v[1] > v[2]) return 1;
+    if (2 * p->Hkv < rows) return 1;        /* much is computed with what few heads have in a row: that does not wait for memory */
+    heads = fmha_parts(p->Hkv, fmha_parts(p->Hkv, heads));
+    while (heads > 1 && threads > 1 && chunks * fmha_parts(p->Hkv, heads) < FMHA_NEIGHBOURS_ITEMS * threads) heads = (heads + 1) / 2;
+    return heads;
+}
+
+/* The items of so many heads: a chunk of these. */
+static inline fmha_cut fmha_neighbours_cut(const fmha_problem *p, ptrdiff_t heads)
+{
+    fmha_cut cut = fmha_heads_cut(p);
+    cut.heads = fmha_parts(p->Hkv, heads);
+    cut.last = p->B * cut.heads;
+    cut.head_step = heads;
+    cut.col_step = FMHA_CHUNK_KEYS;
     return cut;
 }
 

@@ -12,7 +12,8 @@ typedef struct {
 } fmha_item;
 
 typedef struct {
-    ptrdiff_t heads;                /* of a batch row */
+    ptrdiff_t heads;                /* of a batch row, or groups of head_step heads, fewer in the last; 0: one */
+    ptrdiff_t head_step;
     ptrdiff_t first, last;          /* of the heads of all batch rows, those that the pass takes: [first, last) */
     ptrdiff_t rows, row_step;       /* of a head, and of an item, fewer in the last; a step of 0: not cut */
     ptrdiff_t cols, col_step;
@@ -84,7 +85,7 @@ static inline fmha_item fmha_item_of(const fmha_cut *cut, ptrdiff_t n)
     }
     head += cut->first;
     fmha_item item = {
-        .b = head / cut->heads, .h = head % cut->heads,
+        .b = head / cut->heads, .h = head % cut->heads * (cut->head_step ? cut->head_step : 1),
         .i0 = (cut->from_end ? row_parts - 1 - row : row) * cut->row_step, .j0 = col * cut->col_step,
     };
     item.rows = cut->rows - item.i0;

@@ -14,6 +14,10 @@
 #define FMHA_CHUNK_KEYS 512     /* keys of which the decode algorithm has a softmax: by the length alone, whatever the threads */
 #define FMHA_CHUNK_ITEMS 8      /* of each thread, at least, where several of these are an item, or several items taken at a time */
 #define FMHA_MOST_CHUNKS 8      /* in an item, and items at a time */
+#define FMHA_NEIGHBOURS_FROM (1 << 25)      /* bytes of keys and values from which on it goes through heads side by side: */
+#define FMHA_NEIGHBOURS_BYTES 4096  /* through as many as have so many bytes in a row, */
+#define FMHA_MOST_NEIGHBOURS 16     /* so many at most, */
+#define FMHA_NEIGHBOURS_ITEMS 4     /* with so many items for each thread */
 #define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
 #define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
 
@@ -175,6 +179,10 @@
 
 /* Bytes of a head's keys and values up to which its only row is done at once where these come from memory. */
 #define DECODE_FEW_BYTES   FMHA_OF(  4096,   4096,   4096,   4096,   4096)
+
+/* Bytes of keys, and of values, of heads side by side that are fetched while as many are computed with. */
+#define NEIGHBOUR_KEYS        FMHA_OF(24576,  24576,  24576,  24576,  24576)
+#define NEIGHBOUR_VALUES      FMHA_OF(32768,  32768,  32768,  32768,  32768)
 
 /* Bytes of all keys and values from which on "tiled" fetches values beside the keys. */
 #define VALUES_FAR         FMHA_OF((1 << 21), (1 << 21), (1 << 21), (1 << 21), (1 << 21))

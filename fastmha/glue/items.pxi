@@ -2,7 +2,7 @@
 from libc.stddef cimport ptrdiff_t
 
 from fastmha._kernels cimport (
-    fmha_blocks, fmha_blocks_cut, fmha_cut, fmha_decode_cut, fmha_heads_cut, fmha_item, fmha_item_of, fmha_items,
+    fmha_blocks, fmha_blocks_cut, fmha_cut, fmha_heads_cut, fmha_item, fmha_item_of, fmha_items,
 )
 
 
@@ -21,8 +21,9 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
 
     A pass is the memory of structs of six `intp`: batch row, head, first query row, query rows, first key, keys. Heads are
     query heads where "blas" runs forward, else key/value heads with the stacked rows of their query heads. `rows`: of a block of
-    "blas" forward. "decode" has two passes, over one to eight chunks and over heads, and so has "tiled" where runs of keys keep
-    so many `threads` busier: over blocks, some of them in runs, and over rows of these, which merge them.
+    "blas" forward. "decode" has two passes, over one to eight chunks, or a chunk of `decode_neighbours` heads from that on, and
+    over heads, and so has "tiled" where runs of keys keep so many `threads` busier: over blocks, some of them in runs, and over
+    rows of these, which merge them.
     """
     cdef fmha_cut first, second
     cdef fmha_blocks blocks
@@ -32,7 +33,7 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
         prepare(&c, problem, rows, backward)
         return [items_of(&c.cut)]
     if name == "decode":
-        first, second = fmha_decode_cut(&problem.c, threads), fmha_heads_cut(&problem.c)
+        first, second = chunks_cut(problem, threads), fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
     _held = blocks_for(&problem.c, threads, True, False, &blocks)
     first, second = fmha_blocks_cut(&problem.c, &blocks, False), fmha_blocks_cut(&problem.c, &blocks, True)

@@ -8,8 +8,8 @@ from numpy import zeros
 from fastmha._kernels cimport (
     FMHA_MEND, FMHA_PREPARE, FMHA_RESTART, FMHA_RESULTS, FMHA_ROW_STATE, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE,
     fmha_backward_cut, fmha_chunks, fmha_copies_cut, fmha_cut, fmha_dealt, fmha_decode_cut, fmha_decode_dealt,
-    fmha_forward_cut, fmha_heads_cut, fmha_in_copies, fmha_items, fmha_kernels, fmha_pool_deal, fmha_pool_run, fmha_problem,
-    fmha_run, fmha_split, fmha_task, fmha_waiting_chunks,
+    fmha_forward_cut, fmha_heads_cut, fmha_in_copies, fmha_items, fmha_kernels, fmha_neighbours, fmha_neighbours_cut,
+    fmha_pool_deal, fmha_pool_run, fmha_problem, fmha_run, fmha_split, fmha_task, fmha_waiting_chunks,
 )
 
 
@@ -104,6 +104,10 @@ cdef fmha_cut packed_decode_cut(const fmha_run *run, const fmha_kernels *kernels
     return fmha_decode_cut(&run.p, fmha_chunks(&run.p) + 1)
 
 
+cdef fmha_cut packed_neighbours_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
+    return fmha_neighbours_cut(&run.p, run.neighbours)
+
+
 cdef fmha_cut packed_heads_cut(const fmha_run *run, const fmha_kernels *kernels, int64_t whole) noexcept nogil:
     return fmha_heads_cut(&run.p)
 
@@ -128,7 +132,7 @@ cdef ptrdiff_t forward_scratch_of(const fmha_run *run, const fmha_kernels *kerne
 
 
 cdef ptrdiff_t decode_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
-    return kernels.decode_scratch(&run.p)
+    return chunks_scratch(run, kernels)
 
 
 cdef ptrdiff_t merge_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
@@ -159,7 +163,7 @@ cdef ptrdiff_t packed_items(Packed *c, ptrdiff_t *most) noexcept nogil:
         if own_items == 0:          # one that is split would ask the pass over whole heads for scratch by its length
             continue
         items += own_items
-        c.bytes += own_items * bytes_of_head(&own.p, c.element_size, c.stored_size)
+        c.bytes += own_items * max(1, own.neighbours) * bytes_of_head(&own.p, c.element_size, c.stored_size)
         if c.scratch != NULL:
             most[0] = max(most[0], c.scratch(&own, c.kernels) * c.itemsize)
     c.first[c.sequences] = items
@@ -209,6 +213,21 @@ cdef int threads_for_packed(const Packed *c, bint decode, double factor, int thr
     return threads_for(threads, factor * terms)
 
 
+cdef ptrdiff_t packed_neighbours(const Packed *c, int threads) noexcept nogil:
+    """How many heads are an item of "decode", side by side."""
+    cdef ptrdiff_t s, chunks = 0, rows = 0
+    cdef double bytes = 0
+    cdef fmha_run own
+    if c.whole.p.Hkv == 0:
+        return 1
+    for s in range(c.sequences):
+        sequence_run(c, s, &own)
+        chunks += fmha_chunks(&own.p) // own.p.Hkv
+        rows = max(rows, own.p.H // own.p.Hkv * own.p.Lq)
+        bytes += bytes_of_keys(&own.p, c.stored_size)
+    return 1 if bytes < far_from else fmha_neighbours(&c.whole.p, rows, c.stored_size, chunks, threads)
+
+
 def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     """Attention of sequences that lie end to end in q, k, v (1, heads, tokens, width), by "tiled" or "decode".
 
@@ -244,6 +263,9 @@ def packed_forward(Problem problem, table, out, lse, bint decode, int threads):
     c.cut, c.scratch = packed_heads_cut, merge_scratch_of
     merging = packed_items(&c, &most)
     c.task, c.cut, c.scratch = c.kernels.decode, packed_decode_cut, decode_scratch_of
+    c.whole.neighbours = packed_neighbours(&c, threads)
+    if c.whole.neighbours > 1:
+        c.task, c.cut = c.kernels.decode_neighbours, packed_neighbours_cut
     items = packed_items(&c, &most)
     c.chunk = c.first + c.sequences + 1
     for s in range(c.sequences):

@@ -107,6 +107,8 @@ cdef ptrdiff_t together(Problem problem, ptrdiff_t items, int threads) noexcept 
 cdef ptrdiff_t decoded_together(Problem problem, ptrdiff_t items, int threads) noexcept nogil:
     """The same of "decode", whose items are whole heads or parts of these."""
     cdef const fmha_problem *p = &problem.c
+    if neighbours(problem, threads) > 1:
+        return 1
     return max(together(problem, items, threads) if items == p.B * p.Hkv else 1, fmha_decode_dealt(items, threads))
 
 

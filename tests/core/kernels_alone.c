@@ -210,19 +210,21 @@ static void give_scratch(fmha_run *run, ptrdiff_t bytes, int threads)
 }
 
 enum { OUT, LSE, WEIGHTS, GRAD_Q, GRAD_K, GRAD_V, RESULTS };
-enum { TILED, TILED_WEIGHTS, DECODE, BACKWARD, BACKWARD_TURNS, BACKWARD_SHARES };
-#define SHARE 2     /* blocks */
+enum { TILED, TILED_WEIGHTS, DECODE, DECODE_NEIGHBOURS, BACKWARD, BACKWARD_TURNS, BACKWARD_SHARES };
+#define SHARE 2         /* blocks */
+#define NEIGHBOURS 2    /* heads */
 
 static void forward(const kind *t, fmha_run *run, int way, int threads)
 {
     const fmha_kernels *kernels = t->kernels;
     const fmha_cut rows = fmha_forward_cut(&run->p);
-    if (way == DECODE) {
-        ptrdiff_t merging = kernels->merge_scratch(&run->p), size = kernels->decode_scratch(&run->p);
-        run->cut = fmha_decode_cut(&run->p, threads);
+    if (way == DECODE || way == DECODE_NEIGHBOURS) {
+        ptrdiff_t merging = kernels->merge_scratch(&run->p);
+        ptrdiff_t size = way == DECODE ? kernels->decode_scratch(&run->p) : kernels->neighbours_scratch(&run->p, NEIGHBOURS);
+        run->cut = way == DECODE ? fmha_decode_cut(&run->p, threads) : fmha_neighbours_cut(&run->p, NEIGHBOURS);
         run->chunks = memory((size_t)(fmha_waiting_chunks(&run->p) * kernels->chunk_scratch(&run->p) * t->real));
         give_scratch(run, (size > merging ? size : merging) * t->real, threads);
-        fmha_pool_run(kernels->decode, run, fmha_items(&run->cut), threads);
+        fmha_pool_run(way == DECODE ? kernels->decode : kernels->decode_neighbours, run, fmha_items(&run->cut), threads);
         run->cut = fmha_heads_cut(&run->p);
         fmha_pool_run(kernels->decode_merge, run, fmha_items(&run->cut), threads);
         free(run->chunks);
@@ -283,7 +285,7 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
 static void test_attention(const kind *t, const shape *s)
 {
     static const char *const names[] = {"out", "lse", "weights", "grad_q", "grad_k", "grad_v"};
-    static const char *const ways[] = {"tiled", "tiled with weights", "decode", "backward", "backward, turns", "backward, shares"};
+    static const char *const ways[] = {"tiled", "tiled with weights", "decode", "decode, side by side", "backward", "backward, turns", "backward, shares"};
     const ptrdiff_t rows = s->B * s->H * s->Lq, keys = s->B * s->Hkv * s->Lk;
     const ptrdiff_t many[RESULTS] = {rows * s->Dv, rows, rows * s->Lk, rows * s->D, keys * s->D, keys * s->Dv};
     exact x;
@@ -305,7 +307,7 @@ static void test_attention(const kind *t, const shape *s)
     const double *expected[RESULTS] = {x.out, x.lse, x.weights, x.grad_q, x.grad_k, x.grad_v};
     for (int way = TILED; way <= BACKWARD_SHARES; way++) {
         if (way == BACKWARD_SHARES && t->parts) continue;
-        if (way == DECODE && (t->parts || s->H / s->Hkv * s->Lq > FMHA_DECODE_ROWS)) continue;
+        if ((way == DECODE || way == DECODE_NEIGHBOURS) && (t->parts || s->H / s->Hkv * s->Lq > FMHA_DECODE_ROWS)) continue;
         for (int few = 0; few < 2; few++) {
             int threads = few ? FEW_THREADS : 1;
             fmha_run run = {.p = p, .grad_out = grad};
