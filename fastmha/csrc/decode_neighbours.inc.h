@@ -56,8 +56,10 @@ static void FMHA_NAME(neighbours_chunk)(const fmha_run *run, ptrdiff_t b, ptrdif
     const fmha_problem *p = &run->p;
     const ptrdiff_t rows = p->H / p->Hkv * p->Lq, value_width = ROUND_UP(p->Dv, LANES), size = FMHA_NAME(stored_size)(p->stored);
     const ptrdiff_t of_keys = FMHA_NAME(neighbours_step)(heads * p->D * size, DECODE_STEP / 4, NEIGHBOUR_KEYS);
-    const ptrdiff_t of_values = FMHA_NAME(neighbours_step)(heads * p->Dv * size, DECODE_STEP / 2, NEIGHBOUR_VALUES);
-    FMHA_NAME(ahead) none = {.turns = 0};
+    const ptrdiff_t of_values = FMHA_NAME(neighbours_step)(heads * p->Dv * size, DECODE_USUAL(p->stored) ? DECODE_STEP / 2 : DECODE_STEP,
+                                                           NEIGHBOUR_VALUES);
+    FMHA_NAME(open_sums) open;
+    const FMHA_NAME(ahead) none = {.turns = 0}, parts = {.open = of_values < DECODE_STEP ? &open : NULL};
     for (ptrdiff_t e = 0; e < heads; e++) {
         FMHA_NAME(begin_chunk)(rows, value_width, &x[e].result);
         x[e].partly = 0;
@@ -66,9 +68,10 @@ static void FMHA_NAME(neighbours_chunk)(const fmha_run *run, ptrdiff_t b, ptrdif
         n = last - j < DECODE_KEYS ? last - j : DECODE_KEYS;
         /* scores (rows, n) <- q (rows, D) @ k (n, D).T */
         for (ptrdiff_t k = 0; k < n; k += part) {
-            part = n - k < of_keys ? n - k : of_keys;
+            part = n - k > DECODE_STEP ? of_keys : n - k;       /* scores are written in whole vectors: behind the last are those of the next row */
             for (ptrdiff_t e = 0; e < heads; e++) {
-                FMHA_NAME(fetch_rows)(p, &p->k, p->D, b, h, heads, j + k + part, of_keys, e);
+                if (k + part < n) FMHA_NAME(fetch_rows)(p, &p->k, p->D, b, h, heads, j + k + part, of_keys, e);
+                else FMHA_NAME(fetch_rows)(p, &p->v, p->Dv, b, h, heads, j, of_values, e);
                 FMHA_NAME(decode_scores)(p, &none, rows, part, x[e].m.q, FMHA_NAME(stored_row)(p, &p->k, b, h + e, j + k), NULL,
                                          x[e].m.scores + k);
             }
@@ -80,13 +83,10 @@ static void FMHA_NAME(neighbours_chunk)(const fmha_run *run, ptrdiff_t b, ptrdif
             part = n - k < of_values ? n - k : of_values;
             for (ptrdiff_t e = 0; e < heads; e++) {
                 REAL *sums = x[e].result.sums;
-                if (of_values < DECODE_STEP) {
-                    none.aside = x[e].aside - sums;
-                    none.begun = k % DECODE_STEP > 0;
-                    none.ends = k + part == n || (k + part) % DECODE_STEP == 0;
-                }
-                FMHA_NAME(fetch_rows)(p, &p->v, p->Dv, b, h, heads, j + k + part, of_values, e);
-                FMHA_NAME(decode_values)(p->stored, p, &none, rows, part, x[e].m.scores + k, FMHA_NAME(stored_row)(p, &p->v, b, h + e, j + k),
+                open = (FMHA_NAME(open_sums)){x[e].aside - sums, k % DECODE_STEP > 0, k + part == n || (k + part) % DECODE_STEP == 0};
+                if (k + part < n) FMHA_NAME(fetch_rows)(p, &p->v, p->Dv, b, h, heads, j + k + part, of_values, e);
+                else FMHA_NAME(fetch_rows)(p, &p->k, p->D, b, h, heads, j + n, of_keys, e);
+                FMHA_NAME(decode_values)(p->stored, p, &parts, rows, part, x[e].m.scores + k, FMHA_NAME(stored_row)(p, &p->v, b, h + e, j + k),
                                          p->v.stride[2], sums, k < DECODE_STEP ? x[e].m.shrink : NULL);
             }
         }

@@ -10,8 +10,7 @@ typedef struct {
     int turns, vectors, close;
     ptrdiff_t k, v, k_lines, v_lines;
     const char *then;           /* what is fetched beside values alone: rows of keys, or NULL */
-    ptrdiff_t aside;            /* of values alone a part of a step, see streams; or 0 */
-    int begun, ends;
+    const FMHA_NAME(open_sums) *open;       /* of a part of a step of values */
 } FMHA_NAME(ahead);
 
 /* Keys and values of types that are computed with often; of the others neither turns nor sums of many widths pay for their code. */
@@ -137,9 +136,9 @@ INLINED void FMHA_NAME(leave_totals)(const int many, const int nv, const VEC *to
 #define DECODE_LAST(nv, columns) ((columns) < (nv) * LANES ? (columns) - ((nv) - 1) * LANES : LANES)
 
 /* Of nv vectors of values, the last of which may be a part, out (many, ldo) <- shrink * out + weights (many, keys) @ v (keys,
- * columns): key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum. What is asked at
- * each key costs about as much as its sums: each way of fetching has a loop. */
-INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near, const ptrdiff_t keys,
+ * columns): key after key, and a sum of every DECODE_STEP keys, since sums of sums err less than one long sum; open: one that has been
+ * begun before, or ends later, see streams. What is asked at each key costs about as much as its sums: each way of fetching has a loop. */
+INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, const int near, const int open, const ptrdiff_t keys,
                                   const ptrdiff_t columns, const FMHA_NAME(streams) *from, const REAL *weights, REAL *out,
                                   const ptrdiff_t ldo, const REAL *shrink)
 {
@@ -150,7 +149,7 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
     for (ptrdiff_t j = 0; j < keys; j += DECODE_STEP, shrink = NULL) {
         const ptrdiff_t end = keys - j < DECODE_STEP ? keys : j + DECODE_STEP;
         VEC total[DECODE_TOGETHER * 8];
-        if (from->begun) FMHA_NAME(take_totals)(many, nv, total, out + from->aside, ldo);
+        if (open && from->open->begun) FMHA_NAME(take_totals)(many, nv, total, out + from->open->aside, ldo);
         else FMHA_NAME(no_totals)(many, nv, total);
 #define EACH_KEY(fetch, last, ahead) \
     _Pragma("GCC unroll 2") \
@@ -176,7 +175,7 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
             }
         }
 #undef EACH_KEY
-        if (from->aside && !from->ends) FMHA_NAME(leave_totals)(many, nv, total, out + from->aside, ldo);
+        if (open && !from->open->ends) FMHA_NAME(leave_totals)(many, nv, total, out + from->open->aside, ldo);
         else FMHA_NAME(add_totals)(many, nv, total, out, ldo, shrink);
     }
 }
@@ -297,7 +296,7 @@ SIDE_BY_SIDE(1, 2) SIDE_BY_SIDE(2, 2) SIDE_BY_SIDE(3, 2) SIDE_BY_SIDE(4, 2)
 SIDE_BY_SIDE(1, 4) SIDE_BY_SIDE(2, 4) SIDE_BY_SIDE(3, 4) SIDE_BY_SIDE(4, 4)
 #undef SIDE_BY_SIDE
 
-enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns) };
+enum { FMHA_NAME(scores_alone), FMHA_NAME(values_alone), FMHA_NAME(in_turns), FMHA_NAME(values_open) };
 
 /* One pass over `keys` rows of keys and values, DECODE_STEP if in turns, for `many` rows of queries: vectors of values that the
  * registers do not hold are summed after the others. Loops of known length serve whole vectors where arithmetic is the limit,
@@ -341,8 +340,8 @@ INLINED void FMHA_NAME(decode_pass)(const int type, const int what, const int ma
             FMHA_NAME(turns_of)(type, many, n, (n) * LANES, (n) * LANES, q, &from, scores, weights, out, (n) * LANES, shrink); \
         else FMHA_NAME(turns_of)(type, many, n, D, Dv, q, &from, scores, weights, out, ldo, shrink); \
     } else { \
-        FMHA_NAME(values_of)(type, many, n, what == FMHA_NAME(values_alone) || from.close, keys, Dv - done * LANES, &from, weights, out + done * LANES, \
-                             ldo, shrink); \
+        FMHA_NAME(values_of)(type, many, n, what != FMHA_NAME(in_turns) || from.close, what == FMHA_NAME(values_open), keys, \
+                             Dv - done * LANES, &from, weights, out + done * LANES, ldo, shrink); \
     }
         if (DECODE_ALL(type, many) && nv == 16) { PASS(16); }
         else if (DECODE_SUMMED >= 8 * many && nv == 8) { PASS(8); }
@@ -372,17 +371,20 @@ typedef void (*FMHA_NAME(pass))(PASS_TAKES);
     {FMHA_NAME(what##_##type##_1), FMHA_NAME(what##_##type##_2), FMHA_NAME(what##_##type##_3), FMHA_NAME(what##_##type##_4)}
 PASSES(scores_alone, FMHA_SAME) PASSES(scores_alone, FMHA_HALF) PASSES(scores_alone, FMHA_BFLOAT) PASSES(scores_alone, FMHA_OTHER)
 PASSES(values_alone, FMHA_SAME) PASSES(values_alone, FMHA_HALF) PASSES(values_alone, FMHA_BFLOAT) PASSES(values_alone, FMHA_OTHER)
-PASSES(in_turns, FMHA_SAME)
+PASSES(in_turns, FMHA_SAME) PASSES(values_open, FMHA_SAME)
 #if FMHA_REAL == 32
 PASSES(in_turns, FMHA_HALF) PASSES(in_turns, FMHA_BFLOAT)
+PASSES(values_open, FMHA_HALF) PASSES(values_open, FMHA_BFLOAT)
 #endif
-static const FMHA_NAME(pass) FMHA_NAME(passes)[3][4][DECODE_TOGETHER] = {        /* what, type (in turns DECODE_USUAL ones), rows */
+static const FMHA_NAME(pass) FMHA_NAME(passes)[4][4][DECODE_TOGETHER] = {        /* what, type (of the last two DECODE_USUAL ones), rows */
     {NAMES(scores_alone, FMHA_SAME), NAMES(scores_alone, FMHA_HALF), NAMES(scores_alone, FMHA_BFLOAT), NAMES(scores_alone, FMHA_OTHER)},
     {NAMES(values_alone, FMHA_SAME), NAMES(values_alone, FMHA_HALF), NAMES(values_alone, FMHA_BFLOAT), NAMES(values_alone, FMHA_OTHER)},
 #if FMHA_REAL == 32
     {NAMES(in_turns, FMHA_SAME), NAMES(in_turns, FMHA_HALF), NAMES(in_turns, FMHA_BFLOAT)},
+    {NAMES(values_open, FMHA_SAME), NAMES(values_open, FMHA_HALF), NAMES(values_open, FMHA_BFLOAT)},
 #else
     {NAMES(in_turns, FMHA_SAME)},
+    {NAMES(values_open, FMHA_SAME)},
 #endif
 };
 #undef NAMES
@@ -410,8 +412,8 @@ static void FMHA_NAME(decode_passes)(int type, int what, const fmha_problem *p, 
     }
     const char *then = what == FMHA_NAME(values_alone) ? ahead->then : NULL;
     from.then_ld = p->k.stride[2] * size;
+    from.open = ahead->open;
     from.then_lines = ahead->k_lines;
-    from.aside = ahead->aside, from.begun = ahead->begun, from.ends = ahead->ends;
     for (ptrdiff_t j = 0; j < keys; j += step, from.k += step * from.ldk, from.v += step * from.ldv, shrink = NULL) {
         const ptrdiff_t n = keys - j < step ? keys - j : step;
         from.v_lines = fetched || (several && turns) ? 0 : ahead->v_lines;
@@ -443,7 +445,7 @@ static void FMHA_NAME(decode_scores)(const fmha_problem *p, const FMHA_NAME(ahea
 static void FMHA_NAME(decode_values)(int type, const fmha_problem *p, const FMHA_NAME(ahead) *ahead, ptrdiff_t rows, ptrdiff_t keys,
                                      REAL *weights, const char *v, ptrdiff_t ldv, REAL *out, const REAL *shrink)
 {
-    FMHA_NAME(decode_passes)(type, FMHA_NAME(values_alone), p, ahead, rows, 1, keys, weights, v, weights, weights, v, ldv, out, shrink);
+    FMHA_NAME(decode_passes)(type, ahead->open ? FMHA_NAME(values_open) : FMHA_NAME(values_alone), p, ahead, rows, 1, keys, weights, v, weights, weights, v, ldv, out, shrink);
 }
 
 /* The same of whole steps, and in turns with it scores (rows, keys) <- q (rows, width) @ k (keys, D).T of keys that come later. */

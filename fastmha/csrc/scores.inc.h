@@ -1,6 +1,13 @@
 /* Scores of few query rows: lanes are those of the width, and a score is the sum over them, since with lanes of rows most would
  * be empty; of some more, two keys share a vector of rows. */
 
+/* Sums of a part of a step of values wait so far behind the results; whether others of the step have come before, and whether
+ * these are its last. */
+typedef struct {
+    ptrdiff_t aside;
+    int begun, ends;
+} FMHA_NAME(open_sums);
+
 /* What the kernels read, rows that are ldk and ldv bytes apart, and how many cache lines of the values they fetch beside the
  * scores. Where keys and values are read in turns, also what they fetch of rows so many bytes ahead, in one of two ways: all
  * lines of each; or, where several passes share it, each pass those of `fetched` rows of every four, from row `first` on. */
@@ -13,8 +20,7 @@ typedef struct {
     ptrdiff_t whole;            /* of values that are read in several turns so many lines, or 0 */
     const char *then;           /* rows of keys, of then_lines each, that are fetched beside values, or NULL */
     ptrdiff_t then_ld, then_lines;
-    ptrdiff_t aside;            /* where sums of a part of a step of values wait, so far behind the results, */
-    int begun, ends;            /* whether others of the step have come before, and whether these are its last */
+    const FMHA_NAME(open_sums) *open;       /* of values that are a part of a step, else NULL */
 } FMHA_NAME(streams);
 
 /* Keys whose scores are summed side by side: sums enough for their latency, few enough for the registers. */
@@ -62,7 +68,7 @@ INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abr
     }
 }
 
-/* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T; values are fetched. */
+/* scores (many, keys) <- q (many, width, padded) @ k (keys, D).T, in whole vectors; values are fetched. */
 INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abreast, const int near, const ptrdiff_t keys,
                                   const ptrdiff_t D, const REAL *q, const FMHA_NAME(streams) *from, REAL *scores)
 {
@@ -86,7 +92,7 @@ INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abre
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) {
             FMHA_NAME(halve)(sum + r * LANES, LANES / abreast, abreast);
-            v_store_n(scores + r * DECODE_KEYS + j, sum[r * LANES], keys - j);      /* behind the last may be those of the next row */
+            v_store(scores + r * DECODE_KEYS + j, sum[r * LANES]);
         }
     }
 }
