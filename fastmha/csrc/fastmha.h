@@ -574,17 +574,16 @@ static inline fmha_cut fmha_decode_cut(const fmha_problem *p, ptrdiff_t threads)
 }
 
 /* How many heads of keys and values that lie far away, `size` bytes each number, "decode" goes through side by side, or 1: of those
- * that lie in rows of all heads, as many in each item, which are some KB of a row. rows: of queries for each; chunks: of each head,
- * of which every thread is to have some. No bit follows it. */
+ * that lie in rows of all heads, as many in each item, which are some KB of a row: fewer gain nothing. rows: of queries for each;
+ * chunks: of each head, of which every thread is to have some. No bit follows it. */
 static inline ptrdiff_t fmha_neighbours(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t size, ptrdiff_t chunks, ptrdiff_t threads)
 {
     const ptrdiff_t *k = p->k.stride, *v = p->v.stride, fill = FMHA_NEIGHBOURS_BYTES / (p->D * size + 1) + 1;
     ptrdiff_t heads = fill < FMHA_MOST_NEIGHBOURS ? fill : FMHA_MOST_NEIGHBOURS;
     if (k[1] <= 0 || v[1] <= 0 || p->Hkv * k[1] > k[2] || p->Hkv * v[1] > v[2]) return 1;
     if (2 * p->Hkv < rows) return 1;        /* much is computed with what few heads have in a row: that does not wait for memory */
-    heads = fmha_parts(p->Hkv, fmha_parts(p->Hkv, heads));
-    while (heads > 1 && threads > 1 && chunks * fmha_parts(p->Hkv, heads) < FMHA_NEIGHBOURS_ITEMS * threads) heads = (heads + 1) / 2;
-    return heads;
+    const ptrdiff_t groups = fmha_parts(p->Hkv, heads);
+    return threads > 1 && chunks * groups < FMHA_NEIGHBOURS_ITEMS * threads ? 1 : fmha_parts(p->Hkv, groups);
 }
 
 /* The items of so many heads: a chunk of these. */
