@@ -12,7 +12,7 @@ from support import isa, rng  # noqa: E402, F401
 from fastmha import _core  # noqa: E402
 
 _core.share_from(0)     # small arrays, too, are shared between threads here; test_threads.py has the default
-_core.neighbours_from(0)    # and decoded side by side; test_decode.py has both
+_core.neighbours_from(0)    # and decoded side by side, but where a test asks for `neighbours`
 
 
 @pytest.fixture(params=[False, True], ids=["asked", "alone"])
@@ -21,6 +21,14 @@ def fetched(request):
     before = _core.fetched_by_cpu(request.param)
     yield
     assert _core.fetched_by_cpu(before) == request.param
+
+
+@pytest.fixture(params=[0, float("inf")], ids=["side by side", "one by one"])
+def neighbours(request):
+    """Whether heads that lie in rows of all heads are decoded side by side or each by itself."""
+    before = _core.neighbours_from(request.param)
+    yield
+    assert _core.neighbours_from(before) == request.param
 
 
 def pytest_addoption(parser):

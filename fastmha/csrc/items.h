@@ -12,8 +12,8 @@ typedef struct {
 } fmha_item;
 
 typedef struct {
-    ptrdiff_t heads;                /* of a batch row, or groups of head_step heads, fewer in the last; 0: one */
-    ptrdiff_t head_step;
+    ptrdiff_t heads;                /* of a batch row, or groups of these, */
+    ptrdiff_t head_step;            /* of so many, fewer in the last; 0: one */
     ptrdiff_t first, last;          /* of the heads of all batch rows, those that the pass takes: [first, last) */
     ptrdiff_t rows, row_step;       /* of a head, and of an item, fewer in the last; a step of 0: not cut */
     ptrdiff_t cols, col_step;

@@ -32,9 +32,8 @@ cdef ptrdiff_t neighbours(Problem problem, int threads) noexcept nogil:
     return fmha_neighbours(p, p.H // p.Hkv * p.Lq, problem.stored_size, fmha_chunks(p) // p.Hkv, threads)
 
 
-cdef fmha_cut chunks_cut(Problem problem, int threads) noexcept nogil:
-    """The items of chunks, of one head each or of several."""
-    cdef ptrdiff_t heads = neighbours(problem, threads)
+cdef fmha_cut chunks_cut(Problem problem, ptrdiff_t heads, int threads) noexcept nogil:
+    """The items of chunks, of one head each or of so many."""
     return fmha_neighbours_cut(&problem.c, heads) if heads > 1 else fmha_decode_cut(&problem.c, threads)
 
 
@@ -75,7 +74,8 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     if heads == 0:
         return 0
     threads = threads_for(threads, decode_terms(&c.p, problem.is_double))
-    c.cut, c.neighbours = chunks_cut(problem, threads), neighbours(problem, threads)
+    c.neighbours = neighbours(problem, threads)
+    c.cut = chunks_cut(problem, c.neighbours, threads)
     parts = fmha_items(&c.cut)
     cdef fmha_task task = kernels.decode_neighbours if c.neighbours > 1 else kernels.decode
     # one scratch for both passes, of whichever has more items: without keys there are no chunks, but heads to merge
@@ -84,7 +84,7 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     chunks = Scratch(fmha_waiting_chunks(&c.p) * kernels.chunk_scratch(&c.p) * size, 1)
     c.chunks = chunks.start
     with nogil:
-        c.some = decoded_together(problem, parts, c.threads)
+        c.some = decoded_together(problem, c.neighbours, parts, c.threads)
         if fmha_pool_deal(task, c, parts, c.threads, c.some):
             c.cut = merging
             if fmha_chunks(&c.p) != heads:     # else each head has one chunk, whose item has left the result

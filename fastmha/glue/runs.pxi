@@ -104,17 +104,19 @@ cdef ptrdiff_t together(Problem problem, ptrdiff_t items, int threads) noexcept 
     return fmha_dealt(items, bytes_of_head(p, problem.element_size, problem.stored_size), threads)
 
 
-cdef ptrdiff_t decoded_together(Problem problem, ptrdiff_t items, int threads) noexcept nogil:
-    """The same of "decode", whose items are whole heads or parts of these."""
+cdef ptrdiff_t decoded_together(Problem problem, ptrdiff_t heads, ptrdiff_t items, int threads) noexcept nogil:
+    """The same of "decode", whose items are whole heads or parts of these, or chunks of so many heads."""
     cdef const fmha_problem *p = &problem.c
-    if neighbours(problem, threads) > 1:
+    if heads > 1:
         return 1
     return max(together(problem, items, threads) if items == p.B * p.Hkv else 1, fmha_decode_dealt(items, threads))
 
 
 def taken_together(Problem problem, ptrdiff_t items, int threads, bint decode=False):
     """The same."""
-    return decoded_together(problem, items, threads) if decode else together(problem, items, threads)
+    if decode:
+        return decoded_together(problem, neighbours(problem, threads), items, threads)
+    return together(problem, items, threads)
 
 
 cdef int run_heads(fmha_task task, fmha_run *c, ptrdiff_t items, Problem problem) noexcept nogil:

@@ -285,7 +285,9 @@ static void backward(const kind *t, fmha_run *run, int way, int threads)
 static void test_attention(const kind *t, const shape *s)
 {
     static const char *const names[] = {"out", "lse", "weights", "grad_q", "grad_k", "grad_v"};
-    static const char *const ways[] = {"tiled", "tiled with weights", "decode", "decode, side by side", "backward", "backward, turns", "backward, shares"};
+    static const char *const ways[] = {
+        "tiled", "tiled with weights", "decode", "decode, side by side", "backward", "backward, turns", "backward, shares",
+    };
     const ptrdiff_t rows = s->B * s->H * s->Lq, keys = s->B * s->Hkv * s->Lk;
     const ptrdiff_t many[RESULTS] = {rows * s->Dv, rows, rows * s->Lk, rows * s->D, keys * s->D, keys * s->Dv};
     exact x;

@@ -238,8 +238,8 @@ def test_short_sequences_that_fill_any_cache_have_the_bits_that_each_has_alone(a
 
 
 @pytest.mark.parametrize(("threads", "group"), [(1, 1), (2, 1), (1, 4), (2, 4)])
-def test_decoded_sequences_of_which_each_comes_from_memory_have_the_bits_that_each_has_alone(isa, threads, group, rng):
-    """A head of one is begun beside the head before, and not beside the last one of another sequence."""
+def test_decoded_sequences_that_come_from_memory_have_the_bits_that_each_has_alone(isa, threads, group, neighbours, rng):
+    """One by one, a head is begun beside the head before, and not beside the last one of another sequence."""
     queries, keys = [1, 2, 1], [11000, 11300, 700]
     shapes = (sum(queries), 4 * group, 64), (sum(keys), 4, 64), (sum(keys), 4, 64)
     q, k, v = (rng.standard_normal(shape, dtype=np.float32) for shape in shapes)
