@@ -82,11 +82,12 @@ static inline ptrdiff_t FMHA_NAME(head_rows)(const fmha_problem *p)
 
 /* Rows of a section of a head that is one item. All tiles go through a section before the next: what it reads of its rows, and
  * writes, time and again is then in the second cache, where that of long heads, and of many in a group, would come from the
- * third or from memory. */
+ * third or from memory. Under a narrow band each block meets few tiles, one soon after the other: then all rows are one section. */
 static ptrdiff_t FMHA_NAME(section_rows)(const fmha_problem *p)
 {
     const ptrdiff_t rows = FMHA_NAME(head_rows)(p), of_row = (3 * p->D + 2 * p->Dv) * (ptrdiff_t)sizeof(REAL);
-    if (p->parts > 0 || rows * of_row <= SECTIONS_FROM) return rows;
+    const int narrow = p->banded && p->left <= NARROW_KEYS && p->right <= NARROW_KEYS;
+    if (p->parts > 0 || rows * of_row <= SECTIONS_FROM || narrow) return rows;
     return of_row * BLOCK_ROWS < SECTION_BYTES ? SECTION_BYTES / of_row / BLOCK_ROWS * BLOCK_ROWS : BLOCK_ROWS;
 }
 
@@ -156,6 +157,7 @@ typedef struct {
     int k_finite;               /* of the tile at hand, if pairs are removed */
     int far;                    /* values are fetched beside the keys */
     FMHA_NAME(next) *next;      /* or NULL */
+    FMHA_NAME(next) ahead;      /* rows of the next block */
     ptrdiff_t b, hkv, j0, j1;   /* the keys of which `tile` is, none at first */
     FMHA_NAME(tile) tile;
 } FMHA_NAME(backward);

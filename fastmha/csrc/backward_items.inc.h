@@ -284,8 +284,22 @@ static void FMHA_NAME(end_sums)(const FMHA_NAME(gradients) *x, FMHA_NAME(key_sum
     if (sums->direct_v) FMHA_NAME(one_nan)(n * x->value_width, sums->total_v);
 }
 
-/* Keys j .. j+n, a tile or a part of one, and the item's blocks; first: none of these has been prepared. */
-static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int first)
+/* Of heads that lie far away, what the block from row i0 on is packed of is to be fetched beside the scores of others, if it has
+ * rows. */
+static void FMHA_NAME(fetch_block)(FMHA_NAME(gradients) *x, ptrdiff_t i0)
+{
+    const fmha_run *run = x->w.run;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t rows = x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS;
+    if (rows <= 0 || !x->w.far || p->D != p->Dv || p->element != FMHA_SAME) return;
+    FMHA_NAME(set_ahead)(p, &x->w.ahead, 0, &p->q, x->item.b, x->item.h, i0, rows);
+    FMHA_NAME(set_ahead)(p, &x->w.ahead, 1, &run->grad_out, x->item.b, x->item.h, i0, rows);
+    FMHA_NAME(set_ahead)(p, &x->w.ahead, 2, &run->out, x->item.b, x->item.h, i0, rows);
+}
+
+/* Keys j .. j+n, a tile or a part of one, and the item's blocks; fresh: those that attend no key before, and at key 0 those that
+ * attend none, have not been prepared: what is packed of a block is then near where it is read, however long the head is. */
+static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, ptrdiff_t n, int fresh)
 {
     const fmha_run *run = x->w.run;
     const fmha_problem *p = &run->p;
@@ -303,9 +317,15 @@ static void FMHA_NAME(gradient_tile_item)(FMHA_NAME(gradients) *x, ptrdiff_t j, 
     for (ptrdiff_t i0 = x->item.i0; i0 < x->last_row && !fmha_pool_stopped(); i0 += BLOCK_ROWS) {
         FMHA_NAME(rows) block;
         FMHA_NAME(packed) own;
-        if (!first && FMHA_NAME(is_beside)(p, x->item.b, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS, j, n)) continue;
+        if (!(fresh && j == 0) && FMHA_NAME(is_beside)(p, x->item.b, i0, x->last_row - i0 < BLOCK_ROWS ? x->last_row - i0 : BLOCK_ROWS, j, n))
+            continue;
         const uint64_t wanted = FMHA_NAME(gradient_block)(x, i0, &block, &own);
-        if (first) FMHA_NAME(begin_block)(x, &block, &own, wanted);
+        if (fresh && block.j0 >= j && block.j0 < j + n) {
+            memset(own.grad_q, 0, (size_t)(block.rows * x->width) * sizeof(REAL));
+            FMHA_NAME(begin_block)(x, &block, &own, wanted);
+            FMHA_NAME(fetch_block)(x, i0 + BLOCK_ROWS);
+        }
+        block.ahead = &x->w.ahead;
         ptrdiff_t low = block.j0 > j ? block.j0 : j, high = block.j1 < j + n ? block.j1 : j + n;
         if (low >= high) continue;
         const FMHA_NAME(turn) turn = {x->split.taken ? x->split.taken + i0 / BLOCK_ROWS : NULL, (int)(j / x->keys - block.j0 / x->keys)};
@@ -362,12 +382,12 @@ static void FMHA_NAME(whole_item)(FMHA_NAME(gradients) *x)
         x->grad_v = x->w.m.all_grad_v;
     }
     for (int again = 0, done = 0; !done; again = 1) {
-        memset(x->packed.grad_q, 0, (size_t)(rows * x->width) * sizeof(REAL));
+        if (again || x->last_key == 0) memset(x->packed.grad_q, 0, (size_t)(rows * x->width) * sizeof(REAL));
         if (x->matrix) memset(x->grad_q, 0, (size_t)(ROUND_UP(rows, BLOCK_ROWS) * x->width) * sizeof(REAL));
         do {            /* without rows grad_k and grad_v are still written */
             x->last_row = rows - x->item.i0 < step ? rows : x->item.i0 + step;
             for (ptrdiff_t j = 0; j < x->last_key; j += TILE_KEYS)
-                FMHA_NAME(gradient_tile_item)(x, j, x->last_key - j < TILE_KEYS ? x->last_key - j : TILE_KEYS, j == 0 && !again);
+                FMHA_NAME(gradient_tile_item)(x, j, x->last_key - j < TILE_KEYS ? x->last_key - j : TILE_KEYS, !again);
             x->item.i0 = x->last_row;
         } while (x->last_row < rows);
         x->item.i0 = 0;

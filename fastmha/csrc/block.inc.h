@@ -55,6 +55,7 @@ typedef struct {
     REAL drowned;                       /* no score of the keys that were left out is above it */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
     FMHA_NAME(next) *next;              /* or NULL */
+    FMHA_NAME(next) *ahead;             /* rows that are fetched beside scores of spans, or NULL */
     const char *then;                   /* the first keys of the item that the thread probably takes next, or NULL */
 } FMHA_NAME(rows);
 
@@ -139,6 +140,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->additive = p->additive_mask.data != NULL;
     block->values = NULL;
     block->next = NULL;
+    block->ahead = NULL;
     block->then = NULL;
     block->queries = ROUND_UP(rows, LANES);
     block->ld = block->queries + (PADDED_BLOCKS && block->queries % (2 * LINE) == 0 ? LINE : 0);
@@ -405,6 +407,30 @@ static inline ptrdiff_t FMHA_NAME(beside_by)(const fmha_problem *p, const FMHA_N
     return block->rows <= BESIDE_ROWS && p->D == p->Dv && ld == p->D ? FMHA_IN_A_ROW : ld * (ptrdiff_t)sizeof(REAL);
 }
 
+/* `ahead` gets so many rows of x, of heads of the group from row i0 on, that are fetched as its part `part`: those of the first head. */
+static inline void FMHA_NAME(set_ahead)(const fmha_problem *p, FMHA_NAME(next) *ahead, int part, const fmha_array *x, ptrdiff_t b,
+                                        ptrdiff_t hkv, ptrdiff_t i0, ptrdiff_t rows)
+{
+    const ptrdiff_t h = hkv * (p->H / p->Hkv) + i0 / p->Lq, i = i0 % p->Lq;
+    ahead->part[part] = (FMHA_NAME(part)){
+        FMHA_NAME(row_in)(FMHA_SAME, x, b, h, i), rows < p->Lq - i ? rows : p->Lq - i, x->stride[2] * (ptrdiff_t)sizeof(REAL), 0};
+}
+
+/* So many rows at most of what is to be fetched, which are evenly apart, or NULL; they are done with then. */
+static inline const char *FMHA_NAME(rows_ahead)(FMHA_NAME(next) *ahead, ptrdiff_t *rows, ptrdiff_t *step)
+{
+    for (FMHA_NAME(part) *of = ahead->part; of < ahead->part + 3; of++) {
+        if (of->runs == 0) continue;
+        const char *at = of->at;
+        if (of->runs < *rows) *rows = of->runs;
+        *step = of->step;
+        of->at += *rows * of->step;
+        of->runs -= *rows;
+        return at;
+    }
+    return NULL;
+}
+
 /* scores^T (keys, queries) <- x (keys, depth) @ packed^T (depth, queries); banded: the spans alone. Beside rows of x those are
  * fetched, ld_beside bytes apart, unless that is NULL. */
 static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
@@ -422,9 +448,15 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
     }
 #endif
     if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
-    while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1))
-        FMHA_NAME(product_rows)(count, (v1 - v0) * LANES, depth, x + k * ldx, ldx, packed + v0 * LANES, ld,
-                                s + k * ld + v0 * LANES, ld, beside ? beside + k * ld_beside : NULL, ld_beside);
+    while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
+        const char *of = beside ? beside + k * ld_beside : NULL;
+        for (ptrdiff_t done = 0, some = count; done < count; done += some, some = count - done) {
+            ptrdiff_t step = ld_beside;
+            const char *ahead = block->ahead ? FMHA_NAME(rows_ahead)(block->ahead, &some, &step) : NULL;
+            FMHA_NAME(product_rows)(some, (v1 - v0) * LANES, depth, x + (k + done) * ldx, ldx, packed + v0 * LANES, ld,
+                                    s + (k + done) * ld + v0 * LANES, ld, ahead ? ahead : of ? of + done * ld_beside : NULL, step);
+        }
+    }
 }
 
 /* The pool lets subnormal operands count as 0; but a float32 that is converted to float64 as it is loaded counts. */

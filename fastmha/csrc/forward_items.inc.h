@@ -374,6 +374,30 @@ static __attribute__((noinline)) void FMHA_NAME(run_of_keys)(const fmha_run *run
     FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item->j0, item->j0 + item->cols, 0);
 }
 
+/* Of a band that is narrow in heads that lie far away a thread at work on item `index` fetches what the next item reads beside:
+ * its queries, and keys and values that this one does not read. Returns `ahead`, or NULL where nothing is. */
+static FMHA_NAME(next) *FMHA_NAME(next_of_band)(const fmha_run *run, ptrdiff_t index, const FMHA_NAME(rows) *block, FMHA_NAME(next) *ahead)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t keys = block->j1 - block->j0, later = fmha_later(run, index, 1), size = (ptrdiff_t)sizeof(REAL);
+    const double bytes = (double)(p->B * p->Hkv * (p->H / p->Hkv * p->Lq + p->Lk) * (p->D + p->Dv) * size);
+    if (!p->banded || p->stored != FMHA_SAME || p->element != FMHA_SAME || p->D != p->Dv || bytes < NEXT_FAR || keys == 0) return NULL;
+    if (keys > NARROW_KEYS || later >= fmha_items(&run->cut)) return NULL;
+    const fmha_item item = fmha_item_of(&run->cut, later);
+    const ptrdiff_t row = item.i0 % p->Lq, rows = item.rows < p->Lq - row ? item.rows : p->Lq - row;
+    ptrdiff_t low, high;
+    fmha_block_keys(p, item.b, row, rows, &low, &high);
+    if (item.b == block->b && item.h == block->hkv) {       /* this block's keys are there */
+        if (low < block->j0 && high > block->j0) high = block->j0;
+        else if (low < block->j1 && high > block->j1) low = block->j1;
+    }
+    if (high - low > NARROW_KEYS || item.cols < p->Lk) return NULL;
+    ahead->part[0] = (FMHA_NAME(part)){FMHA_NAME(row_in)(FMHA_SAME, &p->k, item.b, item.h, low), high - low, p->k.stride[2] * size, 0};
+    ahead->part[1] = (FMHA_NAME(part)){FMHA_NAME(row_in)(FMHA_SAME, &p->v, item.b, item.h, low), high - low, p->v.stride[2] * size, 0};
+    FMHA_NAME(set_ahead)(p, ahead, 2, &p->q, item.b, item.h, item.i0, item.rows);
+    return ahead;
+}
+
 /* Item: one block of rows of one group, or some of them, with all keys or one run of them. */
 static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
 {
@@ -390,8 +414,9 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     }
     FMHA_NAME(rows) block;
     FMHA_NAME(block_rows)(&run->p, &block, item.b, item.h, item.i0, item.rows);
-    FMHA_NAME(next) next;
+    FMHA_NAME(next) next, ahead;
     block.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 0, &next);
+    if (!block.next) block.ahead = FMHA_NAME(next_of_band)(run, index, &block, &ahead);
     const ptrdiff_t later = fmha_later(run, index, 1);
     if ((!block.next || block.next->part[1].runs == 0) && run->cut.rows <= BESIDE_ROWS && later < fmha_items(&run->cut)) {
         const fmha_item then = fmha_item_of(&run->cut, later);

@@ -14,10 +14,12 @@
 #define FMHA_CHUNK_KEYS 512     /* keys of which the decode algorithm has a softmax: by the length alone, whatever the threads */
 #define FMHA_CHUNK_ITEMS 8      /* of each thread, at least, where several of these are an item, or several items taken at a time */
 #define FMHA_MOST_CHUNKS 8      /* in an item, and items at a time */
-#define FMHA_NEIGHBOURS_FROM (1 << 24)      /* bytes of keys and values from which on it goes through heads side by side: */
+#define FMHA_KNOWN_FROM (1 << 18)    /* bytes of keys and values from which on it counts how much was read since these were; fewer are near, */
+#define FMHA_UNKNOWN_FROM (1 << 20)  /* and up to so many also where nobody has read them before */
+#define FMHA_NEIGHBOURS_FROM (5 << 22)      /* from what reach on it goes through heads side by side: */
 #define FMHA_NEIGHBOURS_BYTES 4096  /* through as many as have so many bytes in a row, */
 #define FMHA_MOST_NEIGHBOURS 16     /* so many at most, */
-#define FMHA_NEIGHBOURS_ITEMS 4     /* where there are so many items for each thread */
+#define FMHA_NEIGHBOURS_ITEMS 4     /* where there are so many items for each thread, or fewer that come out even */
 #define FMHA_PACK_ROWS 64       /* rows in an item of a copy of heads: both sides of it stay within a few pages */
 #define FMHA_PANEL_COLUMNS 64   /* a multiple of the columns of a packed panel, for every instruction set and dtype */
 
@@ -249,6 +251,10 @@
 
 /* The same by "decode", which gains from twice as many bytes on. */
 #define DECODE_NEXT        FMHA_OF( 20480,  20480,  20480,  20480,  20480)
+
+/* Keys of a block up to which what the next block reads is fetched beside its scores, and on either side of a band up to which a
+ * backward pass takes no sections. */
+#define NARROW_KEYS        FMHA_OF(  1024,   1024,   1024,   1024,   1024)
 
 /* -------- Matrix tiles, where there are any -------- */
 
