@@ -85,6 +85,7 @@ def pool_shutdown():
 
 
 include "glue/arrays.pxi"
+include "glue/reach.pxi"
 include "glue/runs.pxi"
 include "glue/problem.pxi"
 include "glue/blas.pxi"

@@ -64,6 +64,7 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *kept
         char *chunks
         ptrdiff_t neighbours
+        double reach
         ptrdiff_t whole
         char *shared
         ptrdiff_t first_shared, items_before
@@ -178,6 +179,8 @@ cdef extern from "csrc/fastmha.h" nogil:
     int FMHA_SAME, FMHA_HALF, FMHA_BFLOAT, FMHA_OTHER
     ptrdiff_t FMHA_BLOCK_ROWS, FMHA_TILE_KEYS, FMHA_DECODE_ROWS, FMHA_CHUNK_KEYS, FMHA_PACK_ROWS, FMHA_PANEL_COLUMNS
     ptrdiff_t FMHA_NEIGHBOURS_FROM
+    ptrdiff_t FMHA_KNOWN_FROM
+    ptrdiff_t FMHA_UNKNOWN_FROM
     double FMHA_HALF_COST, FMHA_QUARTER_COST, FMHA_RUN_COST
     ptrdiff_t FMHA_RUN_KEYS, FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED

@@ -288,7 +288,7 @@ static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *b
     if (!FMHA_NAME(some_value)(p, block, 0, memory->converted)) return;
     FMHA_NAME(decode_memory) m;
     FMHA_NAME(decode_layout)(p, scratch, &m);
-    m.ahead = FMHA_NAME(decode_ahead)(p, block->rows);
+    m.ahead = FMHA_NAME(decode_ahead)(run, block->rows);
     memset(m.copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
     const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, m.q, m.lift);
     REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
@@ -507,7 +507,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
     scratch += FMHA_NAME(decode_layout)(p, scratch, &m);
     if (chunks == 1) scratch += FMHA_NAME(chunk_layout)(p, scratch, &result);
-    m.ahead = FMHA_NAME(decode_ahead)(p, item.rows);
+    m.ahead = FMHA_NAME(decode_ahead)(run, item.rows);
     ptrdiff_t b = item.b, hkv = item.h, rows = item.rows;
     ptrdiff_t end = item.j0 + item.cols, low, high;
     fmha_block_keys(p, b, 0, p->Lq, &low, &high);

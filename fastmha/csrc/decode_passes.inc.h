@@ -26,11 +26,11 @@ typedef struct {
     (DECODE_ALL(type, many) && (vectors) >= 16 ? 16 : DECODE_ALL(type, many) && (vectors) <= 8 ? (vectors) \
      : (vectors) >= 8 && DECODE_SUMMED >= 8 * (many) ? 8 : (vectors) >= 4 && DECODE_SUMMED >= 4 * (many) ? 4 : (vectors) >= 2 ? 2 : 1)
 
-/* Where a CPU fetches what follows by itself, and farther than a program that asks for every line, of more keys than `most`: see
- * DECODE_ALONG. */
-static int FMHA_NAME(vectors_along)(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t most)
+/* Where a CPU fetches what follows by itself, and farther than a program that asks for every line: see DECODE_ALONG. Half of a line for
+ * each vector is slower than to ask for it. */
+static int FMHA_NAME(vectors_along)(const fmha_problem *p, ptrdiff_t rows)
 {
-    if (rows != 1 || p->B * p->Hkv * p->Lk <= most || p->D != p->Dv || p->D % LANES != 0) return 0;
+    if (rows != 1 || p->stored != FMHA_SAME || p->D != p->Dv || p->D % LANES != 0) return 0;
     if (p->k.stride[2] != p->D || p->v.stride[2] != p->Dv || p->D * FMHA_NAME(stored_size)(p->stored) < DECODE_LONG) return 0;
     const ptrdiff_t vectors = p->D / LANES;
     return DECODE_VECTORS(p->stored, 1, vectors) == vectors ? (int)vectors : 0;
@@ -44,13 +44,25 @@ static int FMHA_NAME(begins_beside)(const fmha_problem *p, ptrdiff_t rows)
     return p->Lk >= (rows * bytes >= DECODE_MUCH ? DECODE_BESIDE / 2 : bytes >= DECODE_WIDE ? DECODE_BESIDE * 3 / 2 : DECODE_BESIDE);
 }
 
-static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_problem *p, ptrdiff_t rows)
+/* The reach by which a call is told where its keys come from. Turns take longer, where there is not much in all, on heads that do not
+ * lie by themselves, and of a single row, with which little is done, but for short heads, which are begun beside others. */
+static double FMHA_NAME(decode_reach)(const fmha_run *run, ptrdiff_t rows)
 {
+    const fmha_problem *p = &run->p;
+    const double own = (double)(p->B * p->Hkv * p->Lk * (p->D + p->Dv)) * (double)sizeof(REAL);
+    const int single = rows == 1 && p->stored == FMHA_SAME && p->Lk > DECODE_LONG_HEAD;
+    const int apart = p->k.stride[2] != p->D || p->v.stride[2] != p->Dv;
+    return own <= DECODE_NEAR && (single || apart) && run->reach > DECODE_NEAR ? DECODE_NEAR : run->reach;
+}
+
+static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_run *run, ptrdiff_t rows)
+{
+    const fmha_problem *p = &run->p;
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->stored), k_bytes = p->D * size, v_bytes = p->Dv * size;
-    const ptrdiff_t keys = p->B * p->Hkv * p->Lk, of_key = k_bytes + v_bytes + 1;
-    if (keys <= DECODE_CLOSE / of_key) return (FMHA_NAME(ahead)){.turns = 0};
-    const int turns = keys > DECODE_NEAR / of_key, gaps = p->Lk < DECODE_LONG_HEAD && FMHA_NAME(begins_beside)(p, rows);
-    const int along = turns && !gaps ? FMHA_NAME(vectors_along)(p, rows, DECODE_MEMORY / of_key) : 0;
+    const double reach = FMHA_NAME(decode_reach)(run, rows);
+    if (reach <= DECODE_CLOSE) return (FMHA_NAME(ahead)){.turns = 0};
+    const int turns = reach > DECODE_NEAR, gaps = p->Lk < DECODE_LONG_HEAD && FMHA_NAME(begins_beside)(p, rows);
+    const int along = reach > DECODE_MEMORY && !gaps ? FMHA_NAME(vectors_along)(p, rows) : 0;
     /* Of long rows a single query row is as fast along, and more than four are faster otherwise. */
     const int close = p->stored == FMHA_SAME && fmha_cpu_fetches && (k_bytes < DECODE_WIDE || (rows <= DECODE_TOGETHER && !along));
     const int vectors = close ? 0 : along;

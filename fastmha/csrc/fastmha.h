@@ -161,6 +161,8 @@ typedef struct fmha_run {
     char *chunks;               /* what decode leaves of each of its items, in their order, and tiled of each run of a block */
     ptrdiff_t whole;            /* of tiled: the first block that may be cut into runs */
     ptrdiff_t neighbours;       /* of decode: heads of an item, or 1: not by decode_neighbours */
+    double reach;               /* of decode: bytes of keys and values that are read from one time on to the next time that its own are, these
+                                 * included: a cache that does not hold as many has none of them */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
     ptrdiff_t first_shared;
     /* Of one of the sequences of a packed pass, else 0 and NULL: how many items come before its own, what all read in bytes, and the run of
@@ -574,16 +576,19 @@ static inline fmha_cut fmha_decode_cut(const fmha_problem *p, ptrdiff_t threads)
 }
 
 /* How many heads of keys and values that lie far away, `size` bytes each number, "decode" goes through side by side, or 1: of those
- * that lie in rows of all heads, as many in each item, which are some KB of a row: fewer gain nothing. rows: of queries for each;
- * chunks: of each head, of which every thread is to have some. No bit follows it. */
+ * that lie in rows of all heads, as many in each item, which are some KB of a row, or half as many where the threads share these
+ * evenly: fewer gain nothing. rows: of queries for each; chunks: of each head. No bit follows it. */
 static inline ptrdiff_t fmha_neighbours(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t size, ptrdiff_t chunks, ptrdiff_t threads)
 {
-    const ptrdiff_t *k = p->k.stride, *v = p->v.stride, fill = FMHA_NEIGHBOURS_BYTES / (p->D * size + 1) + 1;
-    ptrdiff_t heads = fill < FMHA_MOST_NEIGHBOURS ? fill : FMHA_MOST_NEIGHBOURS;
+    const ptrdiff_t *k = p->k.stride, *v = p->v.stride;
     if (k[1] <= 0 || v[1] <= 0 || p->Hkv * k[1] > k[2] || p->Hkv * v[1] > v[2]) return 1;
     if (2 * p->Hkv < rows) return 1;        /* much is computed with what few heads have in a row: that does not wait for memory */
-    const ptrdiff_t groups = fmha_parts(p->Hkv, heads);
-    return threads > 1 && chunks * groups < FMHA_NEIGHBOURS_ITEMS * threads ? 1 : fmha_parts(p->Hkv, groups);
+    for (ptrdiff_t bytes = FMHA_NEIGHBOURS_BYTES; bytes >= FMHA_NEIGHBOURS_BYTES / 2; bytes /= 2) {
+        const ptrdiff_t fill = bytes / (p->D * size + 1) + 1, groups = fmha_parts(p->Hkv, fill < FMHA_MOST_NEIGHBOURS ? fill : FMHA_MOST_NEIGHBOURS);
+        const ptrdiff_t items = chunks * groups;
+        if (items >= FMHA_NEIGHBOURS_ITEMS * threads || fmha_busy(items, (int)threads)) return fmha_parts(p->Hkv, groups);
+    }
+    return 1;
 }
 
 /* The items of so many heads: a chunk of these. */

@@ -7,12 +7,12 @@ from fastmha._kernels cimport (
 )
 
 
-cdef double far_from = FMHA_NEIGHBOURS_FROM     # bytes of all keys and values
+cdef double far_from = FMHA_NEIGHBOURS_FROM
 
 
 def neighbours_from(double bytes):
-    """From how many bytes of keys and values on heads that lie side by side are decoded so; returns what it was. For tests on
-    small arrays: the bits do not depend on it."""
+    """From what reach on heads that lie side by side are decoded so; returns what it was. For tests on small arrays: the bits do
+    not depend on it."""
     global far_from
     before = far_from
     far_from = bytes
@@ -24,10 +24,20 @@ cdef double bytes_of_keys(const fmha_problem *p, ptrdiff_t stored_size) noexcept
     return <double>p.B * p.Hkv * p.Lk * (p.D + p.Dv) * stored_size
 
 
-cdef ptrdiff_t neighbours(Problem problem, int threads) noexcept nogil:
+def reach_now(Problem problem):
+    """What `reach_of` its keys and values would be if "decode" read them now."""
+    return reach(problem, False)
+
+
+cdef double reach(Problem problem, bint reads) noexcept nogil:
+    """`reach_of` its keys and values."""
+    return reach_of(problem.c.k.data, bytes_of_keys(&problem.c, problem.stored_size), reads)
+
+
+cdef ptrdiff_t neighbours(Problem problem, double reach, int threads) noexcept nogil:
     """How many heads are an item, side by side."""
     cdef const fmha_problem *p = &problem.c
-    if p.Hkv == 0 or bytes_of_keys(p, problem.stored_size) < far_from:
+    if p.Hkv == 0 or reach < far_from:
         return 1
     return fmha_neighbours(p, p.H // p.Hkv * p.Lq, problem.stored_size, fmha_chunks(p) // p.Hkv, threads)
 
@@ -43,8 +53,8 @@ cdef ptrdiff_t chunks_scratch(const fmha_run *c, const fmha_kernels *kernels) no
 
 
 def decode_neighbours(Problem problem, int threads):
-    """How many heads are an item of "decode" on so many threads; 1 where each has items of its own."""
-    return neighbours(problem, threads)
+    """How many heads would be an item of "decode" on so many threads if it ran now; 1 where each has items of its own."""
+    return neighbours(problem, reach(problem, False), threads)
 
 
 def decode_scratch(Problem problem, int threads):
@@ -53,7 +63,7 @@ def decode_scratch(Problem problem, int threads):
     cdef fmha_run c
     if problem.c.Hkv == 0:
         return 0, 0
-    c.p, c.neighbours = problem.c, neighbours(problem, threads)
+    c.p, c.neighbours = problem.c, neighbours(problem, reach(problem, False), threads)
     return (max(chunks_scratch(&c, kernels), kernels.merge_scratch(&c.p)) * problem.itemsize,
             fmha_waiting_chunks(&c.p) * kernels.chunk_scratch(&c.p) * problem.itemsize)
 
@@ -74,7 +84,8 @@ cdef int run_decode(fmha_run *c, Problem problem, int threads) except -1:
     if heads == 0:
         return 0
     threads = threads_for(threads, decode_terms(&c.p, problem.is_double))
-    c.neighbours = neighbours(problem, threads)
+    c.reach = reach(problem, True)
+    c.neighbours = neighbours(problem, c.reach, threads)
     c.cut = chunks_cut(problem, c.neighbours, threads)
     parts = fmha_items(&c.cut)
     cdef fmha_task task = kernels.decode_neighbours if c.neighbours > 1 else kernels.decode

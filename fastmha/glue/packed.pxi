@@ -213,8 +213,8 @@ cdef int threads_for_packed(const Packed *c, bint decode, double factor, int thr
     return threads_for(threads, factor * terms)
 
 
-cdef ptrdiff_t packed_neighbours(const Packed *c, int threads) noexcept nogil:
-    """How many heads are an item of "decode", side by side."""
+cdef ptrdiff_t packed_neighbours(Packed *c, int threads) noexcept nogil:
+    """How many heads are an item of "decode", side by side; and the reach of all."""
     cdef ptrdiff_t s, chunks = 0, rows = 0
     cdef double bytes = 0
     cdef fmha_run own
@@ -225,7 +225,8 @@ cdef ptrdiff_t packed_neighbours(const Packed *c, int threads) noexcept nogil:
         chunks += fmha_chunks(&own.p) // own.p.Hkv
         rows = max(rows, own.p.H // own.p.Hkv * own.p.Lq)
         bytes += bytes_of_keys(&own.p, c.stored_size)
-    return 1 if bytes < far_from else fmha_neighbours(&c.whole.p, rows, c.stored_size, chunks, threads)
+    c.whole.reach = reach_of(c.whole.p.k.data, bytes, True)
+    return 1 if c.whole.reach < far_from else fmha_neighbours(&c.whole.p, rows, c.stored_size, chunks, threads)
 
 
 def packed_forward(Problem problem, table, out, lse, bint decode, int threads):

@@ -81,6 +81,7 @@ cdef int multiply(Product *s, bint by_blas, int threads) except -1:
     cdef ptrdiff_t items = fmha_items(&s.cut)
     cdef Scratch scratch
     threads = threads_for(threads, <double>s.cut.last * s.m * s.n * s.k)
+    note_read(<double>s.n * s.k * s.itemsize)
     if by_blas:
         s.scratch = NULL
         with nogil:

@@ -115,7 +115,7 @@ cdef ptrdiff_t decoded_together(Problem problem, ptrdiff_t heads, ptrdiff_t item
 def taken_together(Problem problem, ptrdiff_t items, int threads, bint decode=False):
     """The same."""
     if decode:
-        return decoded_together(problem, neighbours(problem, threads), items, threads)
+        return decoded_together(problem, neighbours(problem, reach(problem, False), threads), items, threads)
     return together(problem, items, threads)
 
 

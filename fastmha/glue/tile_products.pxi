@@ -122,6 +122,7 @@ def matmul_matrix(a, b, c, bint trans_a, bint trans_b, bias, slices, int threads
         read_array(residual, &added, NULL, s.size_c, False)
         s.last.residual, s.last.ld = added.data, added.stride[2]
     s.x.most_rows = slice_rows
+    note_read(<double>s.x.N * s.x.K * sizeof(float))
     shared = Scratch(s.x.parts_a * s.kernels.tiles_size(s.x.M, s.x.K) * 2, 1)
     s.tiles = shared.start
     s.x.a, s.x.b = s.tiles, pointer(packed, False) if packed is not None else NULL

@@ -67,6 +67,7 @@ cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
 cdef int run_tiled(fmha_run *c, Problem problem, int threads, Blocks named) except -1:
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef fmha_blocks blocks
+    note_read(bytes_of_keys(&c.p, problem.stored_size))
     threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
     if named is None:
         named = blocks_for(&c.p, threads, c.weights == NULL, True, &blocks)
