@@ -123,11 +123,11 @@
 /* Sums of scores side by side, of all rows of a step, at most. */
 #define DECODE_CHAINS      FMHA_OF(     8,     16,      8,     16,      8)
 
-/* Bytes of all keys and values up to which nothing is fetched ahead: the second cache has them. */
+/* Reach of keys and values, see fmha_run, up to which nothing is fetched ahead: the second cache has them. */
 #define DECODE_CLOSE       FMHA_OF((1 << 20), (1 << 20), (1 << 20), (1 << 20), (1 << 20))
 
-/* Bytes of all keys and values up to which all scores of a block come before its values: the third cache has them, and delivers
- * one stream faster than two. */
+/* Reach up to which all scores of a block come before its values: the third cache has them, and delivers one stream faster than
+ * two. */
 #define DECODE_NEAR        FMHA_OF((5 << 22), (5 << 22), (5 << 22), (5 << 22), (5 << 22))
 
 /* Bytes that are fetched ahead into the first cache there, at least. */
@@ -150,7 +150,7 @@
 /* Keys of a head from which on DECODE_ALONG holds where heads are begun beside others, see DECODE_BESIDE. */
 #define DECODE_LONG_HEAD   FMHA_OF(   256,    256,    256,    256,    256)
 
-/* Bytes of all keys and values from which on DECODE_ALONG holds: from the third cache the other way is faster. */
+/* Reach from which on DECODE_ALONG holds: from the third cache the other way is faster. */
 #define DECODE_MEMORY      FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))
 
 /* Keys of a head from which on, where it comes from memory, its first scores are made in turns with the last values of the head

@@ -33,7 +33,8 @@ def items(Problem problem, str name, bint backward, ptrdiff_t rows, int threads)
         prepare(&c, problem, rows, backward)
         return [items_of(&c.cut)]
     if name == "decode":
-        first, second = chunks_cut(problem, neighbours(problem, reach(problem, False), threads), threads), fmha_heads_cut(&problem.c)
+        first = chunks_cut(problem, neighbours(problem, reach(problem, False), threads), threads)
+        second = fmha_heads_cut(&problem.c)
         return [items_of(&first), items_of(&second)]
     _held = blocks_for(&problem.c, threads, True, False, &blocks)
     first, second = fmha_blocks_cut(&problem.c, &blocks, False), fmha_blocks_cut(&problem.c, &blocks, True)

@@ -18,8 +18,8 @@ cdef double read_meanwhile = -1
 
 
 def read_before(double bytes):
-    """As if the keys and values of each call had last been read so many bytes before it; -1: as the calls were. Returns what it was.
-    For tests of what comes from memory on small arrays: the bits do not depend on it."""
+    """As if the keys and values of each call had last been read so many bytes before it; -1: as the calls were. Returns what it
+    was. For tests of what comes from memory on small arrays: the bits do not depend on it."""
     global read_meanwhile
     before = read_meanwhile
     read_meanwhile = bytes
@@ -33,9 +33,10 @@ cdef void note_read(double bytes) noexcept nogil:
 
 
 cdef double reach_of(const void *keys, double bytes, bint reads) noexcept nogil:
-    """How many bytes are read from one time on to the next that these keys and values are, these included, so many: the bytes alone
-    where the same call is made time and again, more where a model has other ones for each layer. Where nobody has read them before
-    they are far away, but for so few that whoever has just written them leaves them in a cache. reads: this call does."""
+    """How many bytes are read from one time on to the next that these keys and values are, these included, so many: the bytes
+    alone where the same call is made time and again, more where a model has other ones for each layer. Where nobody has read
+    them before they are far away, but for so few that whoever has just written them leaves them in a cache. reads: this call
+    does."""
     global read_by_all
     cdef uintptr_t line = <uintptr_t>keys // FMHA_CACHE_LINE
     cdef Reading *last = &readings[(line ^ line >> 8 ^ line >> 16) % READINGS]

@@ -601,8 +601,8 @@ def test_heads_decoded_side_by_side_have_the_bits_of_contiguous_ones(isa, dtype,
 
 
 def test_heads_are_decoded_side_by_side_where_every_thread_has_items():
-    """Also in the plan; half as many heads where threads share these evenly. Not contiguous heads, nor near ones, nor where few have
-    many rows."""
+    """Also in the plan; half as many heads where threads share these evenly. Not contiguous heads, nor near ones, nor where few
+    have many rows."""
     q, k = np.empty((1, 1, 32, 128), np.float32), np.empty((1, 4096, 8, 128), np.float32)
     before = _core.neighbours_from(2**25), _core.read_before(0)
     try:
