@@ -45,11 +45,13 @@ static ptrdiff_t FMHA_NAME(low_masks)(const fmha_problem *p, const char *m, int 
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element), step = (back ? -size : size) * p->additive_mask.stride[3];
     const ptrdiff_t lowest = step < 0 ? (1 - LANES) * size : 0, whole = step == size || step == -size ? n / LANES * LANES : 0;
+    const ptrdiff_t row = p->additive_mask.stride[2] * size;
     VEC best = v_splat(*most);
     ptrdiff_t k = 0;
 #define LOW_MASKS(type) \
     for (; k < whole; k += LANES) { \
         const VEC some = FMHA_NAME(stored_load)(type, m + k * step + lowest); \
+        v_prefetch(m + k * step + lowest + row);     /* of the next row, as below */ \
         if (v_any(~v_greater(v_splat(DROWNED_BELOW), some))) break; \
         best = v_max(some, best); \
     }
@@ -181,9 +183,11 @@ static FMHA_NAME(key_run) FMHA_NAME(boolean_run)(const char *m, ptrdiff_t low, p
     return run;
 }
 
-#define ALL_ARE(what, at) !v_any(~v_equal(FMHA_NAME(stored_load)(type, m + (at) * size), v_splat(what)))
+/* Of the row `ahead` bytes on the same place is fetched: rows are gone through from both ends, so that no CPU guesses what comes next. */
+#define ALL_ARE(what, at) \
+    (v_prefetch(m + (at) * size + ahead), !v_any(~v_equal(FMHA_NAME(stored_load)(type, m + (at) * size), v_splat(what))))
 #define ONE_IS(what, at) (FMHA_NAME(stored_value)(type, m + (at) * size) == (what))
-INLINED int FMHA_NAME(all_are)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to, REAL what)
+INLINED int FMHA_NAME(all_are)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to, REAL what, ptrdiff_t ahead)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     while (from + LANES <= to && ALL_ARE(what, from)) from += LANES;
@@ -191,14 +195,14 @@ INLINED int FMHA_NAME(all_are)(const int type, const char *m, ptrdiff_t from, pt
     return from == to;
 }
 
-INLINED FMHA_NAME(key_run) FMHA_NAME(additive_run)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to)
+INLINED FMHA_NAME(key_run) FMHA_NAME(additive_run)(const int type, const char *m, ptrdiff_t from, ptrdiff_t to, ptrdiff_t ahead)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
     while (from + LANES <= to && ALL_ARE(NEGATIVE_INFINITY, from)) from += LANES;
     while (from < to && ONE_IS(NEGATIVE_INFINITY, from)) from++;
     while (to - LANES >= from && ALL_ARE(NEGATIVE_INFINITY, to - LANES)) to -= LANES;
     while (to > from && ONE_IS(NEGATIVE_INFINITY, to - 1)) to--;
-    return (FMHA_NAME(key_run)){from, to, FMHA_NAME(all_are)(type, m, from, to, 0)};
+    return (FMHA_NAME(key_run)){from, to, FMHA_NAME(all_are)(type, m, from, to, 0, ahead)};
 }
 #undef ALL_ARE
 #undef ONE_IS
@@ -225,7 +229,7 @@ static __attribute__((noinline)) void FMHA_NAME(mask_rows)(const fmha_problem *p
             const ptrdiff_t from = block->row0[r] > first ? block->row0[r] : first, to = block->row1[r] < last ? block->row1[r] : last;
             if (from >= to) continue;
             if (m != before || from != low || to != high)
-                run = boolean ? FMHA_NAME(boolean_run)(m, from, to) : OF_MASK(additive_run, m, from, to);
+                run = boolean ? FMHA_NAME(boolean_run)(m, from, to) : OF_MASK(additive_run, m, from, to, mask->stride[2] * FMHA_NAME(stored_size)(p->mask_element));
             before = m;
             low = from;
             high = to;
@@ -260,7 +264,7 @@ static int FMHA_NAME(low_runs)(const fmha_problem *p, const FMHA_NAME(rows) *blo
         from[r] += FMHA_NAME(low_masks)(p, m + from[r] * size, 0, to[r] - from[r], most);
         if (from[r] == to[r] && !throughout) return -1;
         to[r] -= FMHA_NAME(low_masks)(p, m + (to[r] - 1) * size, 1, to[r] - from[r], most);
-        if (!OF_MASK(all_are, m, from[r], to[r], 0)) return 0;
+        if (!OF_MASK(all_are, m, from[r], to[r], 0, mask->stride[2] * size)) return 0;
     }
     return 1;
 }
