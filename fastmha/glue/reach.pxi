@@ -1,12 +1,11 @@
 # How far away the keys and values of a call are: what has been read since they were, by this module's calls.
 from libc.math cimport INFINITY
-from libc.stdint cimport uintptr_t
 
-from fastmha._kernels cimport FMHA_CACHE_LINE, FMHA_KNOWN_FROM, FMHA_UNKNOWN_FROM
+from fastmha._kernels cimport FMHA_KNOWN_FROM, FMHA_UNKNOWN_FROM
 
 
 cdef enum:
-    READINGS = 256                  # calls that are remembered, of each place the last
+    READINGS = 256                  # places of keys that are remembered, those that were read last
 
 ctypedef struct Reading:
     const void *keys
@@ -38,13 +37,21 @@ cdef double reach_of(const void *keys, double bytes, bint reads) noexcept nogil:
     them before they are far away, but for so few that whoever has just written them leaves them in a cache. reads: this call
     does."""
     global read_by_all
-    cdef uintptr_t line = <uintptr_t>keys // FMHA_CACHE_LINE
-    cdef Reading *last = &readings[(line ^ line >> 8 ^ line >> 16) % READINGS]
-    cdef bint known = last.keys == keys
+    cdef Reading *last = &readings[0]           # of these keys, or the one that is longest ago
+    cdef bint few = bytes < FMHA_KNOWN_FROM
+    cdef int n
+    for n in range(0 if few else READINGS):
+        if readings[n].keys == keys:
+            last = &readings[n]
+            break
+        if readings[n].end < last.end:
+            last = &readings[n]
+    cdef bint known = not few and last.keys == keys
     cdef double reach = read_by_all - last.end + bytes if known else INFINITY
     if reads:
         read_by_all += bytes
-        last.keys, last.end = keys, read_by_all
+        if not few:
+            last.keys, last.end = keys, read_by_all
     if read_meanwhile >= 0:
         return read_meanwhile + bytes
-    return reach if bytes >= (FMHA_KNOWN_FROM if known else FMHA_UNKNOWN_FROM) else bytes
+    return reach if known or bytes >= FMHA_UNKNOWN_FROM else bytes

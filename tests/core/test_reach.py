@@ -77,7 +77,7 @@ def test_keys_reach_as_far_as_what_was_read_since_they_were(read_before):
 
 
 def test_other_keys_than_before_are_far_away_unless_they_are_few(read_before):
-    many, few = keys(2049)[:, :, 1:], keys(501)[:, :, 1:]      # from an address on that no other array has begun at
+    many, few = keys(2825)[:, :, 777:], keys(1277)[:, :, 777:]      # from an address on that no other array has begun at
     assert reach(many) == np.inf
     assert reach(few) == 2 * few.nbytes
 
@@ -99,6 +99,19 @@ def test_products_and_other_attention_are_read_as_well(isa, read_before, rng):
     others = keys(100)
     fastmha.attention(np.zeros((1, 4, 100, 64), np.float32), others, others, algorithm="tiled")
     assert reach(k) == 2 * k.nbytes + W.nbytes + 2 * others.nbytes
+
+
+def test_the_keys_of_many_layers_are_all_remembered(read_before):
+    """However their addresses lie; those of more than 256 are not, the ones behind which most was read."""
+    layers = np.zeros((300, 1, 4, 150, 64), np.float32)
+    own = 2 * layers[0].nbytes
+    for k in layers[:250]:
+        read(k)
+    assert [reach(k) for k in layers[:250]] == [(250 - n) * own for n in range(250)]
+    for k in layers[250:]:
+        read(k)
+    assert reach(layers[43]) == own
+    assert reach(layers[44]) == 256 * own
 
 
 def test_a_plan_does_not_count_as_reading(read_before):
