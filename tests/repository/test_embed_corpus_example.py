@@ -96,6 +96,14 @@ def waited_for(condition, seconds=60):
     return found
 
 
+def scheduler_address(file):
+    """The address in a scheduler's file; None while there is none, for the file is there before its text is."""
+    try:
+        return json.loads(file.read_bytes())["address"]
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 # ------------------------------------------------------------------------------------------------ rows
 
 
@@ -502,8 +510,7 @@ def test_cluster_that_exists_gets_the_encoder_and_names_bad_lines(corpus, bench,
     scheduler = subprocess.Popen([*dask, "scheduler", "--port", "0", "--host", "127.0.0.1", *of], **quiet)
     worker = subprocess.Popen([*dask, "worker", "--nthreads", "2", *of], **quiet)
     try:
-        waited_for((tmp_path / "scheduler.json").exists)
-        address = json.loads((tmp_path / "scheduler.json").read_bytes())["address"]
+        address = waited_for(lambda: scheduler_address(tmp_path / "scheduler.json"))
         with command(tmp_path / "texts", tmp_path / "arrays", "--scheduler", address, "--threads-per-worker", "1") as run:
             printed, errors = run.communicate(timeout=60)
     finally:
