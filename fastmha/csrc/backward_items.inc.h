@@ -484,7 +484,7 @@ INLINED void FMHA_NAME(backward_item)(const int matrix, const fmha_run *run, ptr
     const int mode = run->mode;
     const fmha_item item = fmha_item_of(&run->cut, index);
     FMHA_NAME(gradients) x = {
-        .w = {.run = run, .far = FMHA_NAME(values_far)(p), .few = run->cut.rows <= FMHA_DECODE_ROWS,
+        .w = {.run = run, .far = FMHA_NAME(values_far)(run), .few = run->cut.rows <= FMHA_DECODE_ROWS,
               .far_above = run->cut.rows > FMHA_DECODE_ROWS ? HUGE_LSE : FAR_LSE + (run->cut.rows <= LONE_ROWS ? 0 : REAL_LOG((REAL)p->Lk)),
               .fewest = run->cut.rows <= FEW_QUERIES},
         .item = item, .last_row = item.i0 + item.rows, .last_key = item.j0 + item.cols, .width = ROUND_UP(p->D, LANES),

@@ -47,6 +47,7 @@ typedef struct {
     ptrdiff_t any0[BLOCK_VECTORS], any1[BLOCK_VECTORS];     /* keys that some row of a vector of rows attends, */
     ptrdiff_t all0[BLOCK_VECTORS], all1[BLOCK_VECTORS];     /* and those that all of its rows do */
     ptrdiff_t low[BLOCK_VECTORS], high[BLOCK_VECTORS];      /* keys of a vector at work, relative to the tile at hand */
+    int by_fours;                       /* scores may be products of fours: of whole heads of few rows, however these are cut for threads */
     /* of few_scores, where that is to serve: then there is scratch, and operands are not packed transposed */
     FMHA_NAME(few) few;
     int written;                        /* the results of all rows: by a product that was the first and the last */
@@ -135,6 +136,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->hkv = hkv;
     block->rows = rows;
     block->few = (FMHA_NAME(few)){.scratch = NULL};
+    block->by_fours = group * p->Lq <= FOUR_ROWS;
     block->written = 0;
     block->boolean = p->bool_mask.data != NULL;
     block->additive = p->additive_mask.data != NULL;
@@ -395,9 +397,11 @@ static inline const REAL *FMHA_NAME(apart_rows)(const REAL *x, ptrdiff_t stride,
 
 /* Whether a block's values come from so far away that they are fetched beside its keys: as rows of whole panels, which is how the
  * product reads them, no CPU guesses them. */
-static inline int FMHA_NAME(values_far)(const fmha_problem *p)
+static inline int FMHA_NAME(values_far)(const fmha_run *run)
 {
-    return p->stored == FMHA_SAME && p->B * p->Hkv * p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL) >= VALUES_FAR;
+    const fmha_problem *p = &run->p;
+    const double bytes = (double)(p->B * p->Hkv * p->Lk * (p->D + p->Dv) * (ptrdiff_t)sizeof(REAL));
+    return p->stored == FMHA_SAME && (bytes >= VALUES_FAR || run->reach >= VALUES_FAR);
 }
 
 /* The distance of the rows of keys or values as a product is to fetch them beside itself: a block of few rows takes no longer
@@ -441,12 +445,12 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
         FMHA_NAME(few_scores)(block->rows, queries, ld, n, depth, x, ldx, packed, &block->few, s);
         return;
     }
-#if SCORES_OF_PAIRS
-    if (!banded && block->rows <= PAIRED_ROWS) {
-        FMHA_NAME(product_pairs)(n, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
+    if (SCORES_BY_FOURS(block, depth)) {
+        const ptrdiff_t low = banded ? block->low[0] : 0, high = banded ? block->high[0] : n;
+        FMHA_NAME(product_fours)(block->rows, high - low, depth, x + low * ldx, ldx, packed, ld, s + low * ld, ld,
+                                 banded ? NULL : beside, ld_beside);
         return;
     }
-#endif
     if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
         const char *of = beside ? beside + k * ld_beside : NULL;
@@ -556,7 +560,8 @@ static FMHA_NAME(next) *FMHA_NAME(next_of)(const fmha_run *run, ptrdiff_t index,
     if (run->cut.rows > BLOCK_ROWS) return NULL;
     const ptrdiff_t of_row = FMHA_NAME(stored_size)(p->element), of_key = FMHA_NAME(stored_size)(p->stored);
     const ptrdiff_t rows = (p->D + (backward ? 2 * p->Dv : 0)) * run->cut.rows * of_row, keys = (p->D + p->Dv) * p->Lk * of_key;
-    const double bytes = run->all_bytes > 0 ? run->all_bytes : (double)(p->B * p->Hkv * (rows + keys));
+    double bytes = run->all_bytes > 0 ? run->all_bytes : (double)(p->B * p->Hkv * (rows + keys));
+    if (bytes < run->reach) bytes = run->reach;
     const int alone = keys > near;      /* the rows without keys and values */
     if ((alone && (backward || run->cut.rows > BESIDE_ROWS)) || bytes < (double)far) return NULL;
     ptrdiff_t then = fmha_later(run, index, 1 + NEXT_BYTES / (rows + keys + 1));

@@ -81,9 +81,9 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_run *run, ptrdiff_t r
 }
 
 /* total[r * nv + i] <- total[r * nv + i] + weights[r] * vector i of a row of values, the last of which has `last` items; what
- * lies v_ahead further on is fetched, unless that is 0, into the first cache where it is `near`. */
-INLINED void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near, ptrdiff_t last, const REAL *weights,
-                                   const char *v, const ptrdiff_t v_ahead, VEC *total)
+ * lies v_ahead further on is fetched, unless that is 0, into the first cache where it is `near`. once: as in score_keys. */
+INLINED void FMHA_NAME(add_values)(const int type, const int many, const int nv, const int near, const int once, ptrdiff_t last,
+                                   const REAL *weights, const char *v, const ptrdiff_t v_ahead, VEC *total)
 {
     VEC weight[DECODE_TOGETHER], value[16];
 #pragma GCC unroll 4
@@ -97,6 +97,7 @@ INLINED void FMHA_NAME(add_values)(const int type, const int many, const int nv,
             else v_prefetch_far(at + v_ahead);
         }
         value[i] = part ? FMHA_NAME(stored_part)(type, at, last) : FMHA_NAME(stored_load)(type, at);
+        if (once && many > 1) v_keep(value[i]);
 #pragma GCC unroll 4
         for (int r = 0; r < many && many <= nv; r++) total[r * nv + i] = v_sum(total[r * nv + i], weight[r], value[i]);
     }
@@ -167,7 +168,7 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
     _Pragma("GCC unroll 2") \
     for (ptrdiff_t e = j; e < end; e++, v += ldv) { \
         fetch \
-        FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, ahead, total); \
+        FMHA_NAME(add_values)(type, many, nv, near, 0, last, weights + e, v, ahead, total); \
     }
         if (!then && fetched == 0 && last == LANES) {
             EACH_KEY(, LANES, 0)
@@ -182,8 +183,8 @@ INLINED void FMHA_NAME(values_of)(const int type, const int many, const int nv, 
                 if (then) then += from->then_ld;
                 const int fetch = place >= 0 && place < fetched;
                 for (ptrdiff_t line = 0; fetch && line < lines; line++) v_prefetch(v + v_ahead + line * FMHA_CACHE_LINE);
-                if (fetch && !lines) FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, v_ahead, total);
-                else FMHA_NAME(add_values)(type, many, nv, near, last, weights + e, v, 0, total);
+                if (fetch && !lines) FMHA_NAME(add_values)(type, many, nv, near, 0, last, weights + e, v, v_ahead, total);
+                else FMHA_NAME(add_values)(type, many, nv, near, 0, last, weights + e, v, 0, total);
             }
         }
 #undef EACH_KEY
@@ -230,7 +231,7 @@ INLINED void FMHA_NAME(turns_of)(const int type, const int many, const int nv, c
 #pragma GCC unroll 4
             for (int r = 0; r < many; r++) sum[r][l] = score[r];
             for (ptrdiff_t line = 0; line < v_lines; line++) v_prefetch_far(v_ahead + line * FMHA_CACHE_LINE);
-            FMHA_NAME(add_values)(type, many, nv, 0, last, weights + j + l, v, 0, total);
+            FMHA_NAME(add_values)(type, many, nv, 0, 0, last, weights + j + l, v, 0, total);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < many; r++) {
@@ -262,7 +263,7 @@ INLINED void FMHA_NAME(abreast_of)(const int many, const int abreast, const ptrd
         VEC sum[DECODE_TOGETHER * LANES];
         for (ptrdiff_t l = 0; l < LANES; l += abreast, k += abreast * ldk, v += abreast * ldv) {
             FETCH_ROWS
-            FMHA_NAME(score_keys)(FMHA_SAME, many, abreast, D, q, k, ldk, abreast - 1, 0, 0, 0, sum + l / abreast);
+            FMHA_NAME(score_keys)(FMHA_SAME, many, abreast, D, q, k, ldk, abreast - 1, 0, 0, 0, 1, sum + l / abreast);
             FETCH_ROWS
             ptrdiff_t done = 0;
 #define VALUES(n) \
@@ -273,7 +274,7 @@ INLINED void FMHA_NAME(abreast_of)(const int many, const int abreast, const ptrd
         _Pragma("GCC unroll 4") \
         for (int a = 0; a < abreast; a++) { \
             if (done == 0 && a % 2 == 1 && abreast == 4) { FETCH_ROWS } \
-            FMHA_NAME(add_values)(FMHA_SAME, many, n, 0, DECODE_LAST(n, columns - done * LANES), weights + j + l + a, \
+            FMHA_NAME(add_values)(FMHA_SAME, many, n, 0, 1, DECODE_LAST(n, columns - done * LANES), weights + j + l + a, \
                                   v + a * ldv + done * FMHA_VECTOR_BYTES, 0, part); \
         } \
         _Pragma("GCC unroll 16") \

@@ -137,9 +137,10 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef NEGATIVE_INFINITY
 #undef LANES
 #undef LANE_NUMBERS
-#undef HAVE_PAIRS
-#undef PAIRS_ABREAST
-#undef SCORES_OF_PAIRS
+#undef HAVE_FOURS
+#undef SCORES_BY_FOURS
+#undef FOUR_VECTORS
+#undef FOUR_KEYS
 #undef HAVE_SHUFFLES
 #undef BIT
 #undef SHUFFLED_LANE

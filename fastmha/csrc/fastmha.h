@@ -161,8 +161,8 @@ typedef struct fmha_run {
     char *chunks;               /* what decode leaves of each of its items, in their order, and tiled of each run of a block */
     ptrdiff_t whole;            /* of tiled: the first block that may be cut into runs */
     ptrdiff_t neighbours;       /* of decode: heads of an item, or 1: not by decode_neighbours */
-    double reach;               /* of decode: bytes of keys and values that are read from one time on to the next time that its own are, these
-                                 * included: a cache that does not hold as many has none of them */
+    double reach;               /* of few rows, else 0: bytes of keys and values that are read from one time on to the next time that its
+                                 * own are, these included: a cache that does not hold as many has none of them */
     char *shared;               /* operands packed for matrix tiles, on a cache line: of heads from first_shared on */
     ptrdiff_t first_shared;
     /* Of one of the sequences of a packed pass, else 0 and NULL: how many items come before its own, what all read in bytes, and the run of

@@ -140,11 +140,67 @@ INLINED void FMHA_NAME(softmax_columns)(const int vectors, ptrdiff_t n, ptrdiff_
         v_store(total + v * LANES, v_load(total + v * LANES) + (sum[v][0] + sum[v][1]));
 }
 
+#if HAVE_SHUFFLES
+/* The same of rows that fill half of a vector at most: two keys share one, and lanes behind the rows are anything afterwards. Every
+ * sum has the same terms in the same order: the same bits. */
+static __attribute__((noinline)) void FMHA_NAME(softmax_halves)(ptrdiff_t n, ptrdiff_t ld, REAL *s, REAL *peak, REAL *total, REAL *scale)
+{
+    const VEC none = v_splat(NEGATIVE_INFINITY), before = FMHA_NAME(lower_halves)(v_load(peak), v_load(peak));
+    const ptrdiff_t some = 2 * EXP_CHAINS;
+    VEC best[EXP_CHAINS], e[EXP_CHAINS], sum = v_splat(0);
+    ptrdiff_t k = 0;
+#define TWO_KEYS(at) FMHA_NAME(lower_halves)(v_load(at), v_load((at) + ld))
+#pragma GCC unroll 8
+    for (int i = 0; i < EXP_CHAINS; i++) best[i] = before;
+    for (; k + some <= n; k += some)
+#pragma GCC unroll 8
+        for (int i = 0; i < EXP_CHAINS; i++) best[i] = v_max(TWO_KEYS(s + (k + 2 * i) * ld), best[i]);
+    for (; k < n; k += 2) best[0] = v_max(k + 1 < n ? TWO_KEYS(s + k * ld) : FMHA_NAME(lower_halves)(v_load(s + k * ld), none), best[0]);
+#pragma GCC unroll 8
+    for (int i = 1; i < EXP_CHAINS; i++) best[0] = v_max(best[i], best[0]);
+    const VEC most = v_max(FMHA_NAME(turned)(best[0], LANES / 2), best[0]), shift = v_select(v_equal(most, none), v_splat(0), most);
+    VEC shrink = before - shift;
+    FMHA_NAME(exp_each)(1, &shrink);
+    v_store(peak, most);
+    v_store(scale, shrink);
+    v_store(total, v_load(total) * shrink);      /* rounded, as above */
+    for (k = 0; k + some <= n; k += some) {
+        REAL *at = s + k * ld;
+#pragma GCC unroll 8
+        for (int i = 0; i < EXP_CHAINS; i++) e[i] = TWO_KEYS(at + 2 * i * ld) - shift;
+        FMHA_NAME(exp_each)(EXP_CHAINS, e);
+#pragma GCC unroll 8
+        for (int i = 0; i < EXP_CHAINS; i++) {
+            v_store(at + 2 * i * ld, e[i]);
+            v_store(at + (2 * i + 1) * ld, FMHA_NAME(turned)(e[i], LANES / 2));
+            sum = sum + e[i];
+        }
+    }
+    for (; k < n; k += 2) {
+        REAL *at = s + k * ld;
+        e[0] = (k + 1 < n ? TWO_KEYS(at) : FMHA_NAME(lower_halves)(v_load(at), none)) - shift;
+        FMHA_NAME(exp_each)(1, e);
+        v_store(at, e[0]);
+        if (k + 1 < n) v_store(at + ld, FMHA_NAME(turned)(e[0], LANES / 2));
+        sum = sum + e[0];
+    }
+#undef TWO_KEYS
+    v_store(total, v_load(total) + (sum + FMHA_NAME(turned)(sum, LANES / 2)));
+}
+#endif
+
 /* Of all vectors of rows; of each the keys of its span alone where banded. */
 static __attribute__((noinline)) void FMHA_NAME(softmax_block)(const FMHA_NAME(rows) *block, int banded, ptrdiff_t n, REAL *s, REAL *peak,
                                                                REAL *total, REAL *scale)
 {
     ptrdiff_t queries = block->queries, ld = block->ld;
+#if HAVE_SHUFFLES
+    if (block->rows <= LANES / 2) {
+        const ptrdiff_t low = banded ? block->low[0] : 0, high = banded ? block->high[0] : n;
+        if (low < high) FMHA_NAME(softmax_halves)(high - low, ld, s + low * ld, peak, total, scale);
+        return;
+    }
+#endif
     for (ptrdiff_t q = 0; banded && q < queries; q += LANES) {
         ptrdiff_t low = block->low[q / LANES], high = block->high[q / LANES];
         if (low < high)
@@ -312,7 +368,9 @@ static void FMHA_NAME(tile_values)(const fmha_run *run, FMHA_NAME(rows) *block, 
         }
         /* 8 rows are one register tile, 7 are two: what an empty lane gives lies behind them, where nobody looks. */
         const ptrdiff_t taken = own == 7 && LANES >= 8 ? 8 : own;
-        if (many && none) FMHA_NAME(product_columns_first)(taken, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
+        if (many && SCORES_BY_FOURS(block, 1))
+            FMHA_NAME(product_columns_far)(none, taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
+        else if (many && none) FMHA_NAME(product_columns_first)(taken, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
         else if (many) FMHA_NAME(product_columns)(taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
         else if (none) memset(c, 0, (size_t)(own * value_width) * sizeof(REAL));
     }
@@ -337,7 +395,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
     REAL *packed = m->packed, *s = m->scores, *out = to->out, *peak = to->peak, *total = to->total, *shrink = m->shrink;
     REAL *copy = m->copy, *converted = m->converted;
     int partly = 0, none = 1;      /* none: no sums of out yet */
-    const int far = FMHA_NAME(values_far)(p);
+    const int far = FMHA_NAME(values_far)(run);
     const ptrdiff_t of_key = FMHA_NAME(beside_by)(p, block, p->k.stride[2]);
     const int keys_far = far && block->rows <= KEYS_BESIDE;
     if (first < block->j0) first = block->j0;

@@ -516,7 +516,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
             block->low[v] = 0;
             block->high[v] = part;
         }
-        if (FMHA_NAME(values_far)(p)) block->values = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j0 + j);
+        if (FMHA_NAME(values_far)(run)) block->values = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j0 + j);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         const REAL *apart = FMHA_NAME(apart_rows)(keys + j * ldk, ldk, part, p->D, queries, m.copy, &ld);
         FMHA_NAME(tile_scores)(p, block, 0, part, apart, ld, m.packed, lift, s + j * lds);

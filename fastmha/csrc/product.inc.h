@@ -213,6 +213,19 @@ static __attribute__((noinline)) void FMHA_NAME(product_columns_first)(ptrdiff_t
                           NULL);
 }
 
+/* The two above, of few rows, whose b comes from so far away that it is not all there in time, though it has been asked for: each
+ * panel asks once more. */
+static __attribute__((noinline)) void FMHA_NAME(product_columns_far)(int first, ptrdiff_t rows, ptrdiff_t columns, ptrdiff_t depth,
+    const REAL *a, ptrdiff_t lda, const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, const char *beside,
+    ptrdiff_t ld_beside)
+{
+    const REAL one = 1;
+    if (first) FMHA_NAME(product_of)(FMHA_SAME, FMHA_FIRST | FMHA_FETCH, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, &one,
+                                     beside, ld_beside, NULL);
+    else FMHA_NAME(product_of)(FMHA_SAME, FMHA_SCALE_ADD | FMHA_FETCH, rows, columns, depth, a, 1, lda, (const char *)b, ldb, c, ldc, scale,
+                               beside, ld_beside, NULL);
+}
+
 /* c (rows, width) <- scale[row] * (0 + a^T @ b), of any width, b's rows in whole vectors: the bits of the above, multiplied. */
 static __attribute__((noinline)) void FMHA_NAME(product_columns_results)(ptrdiff_t rows, ptrdiff_t depth, const REAL *a, ptrdiff_t lda,
     const REAL *b, ptrdiff_t ldb, REAL *c, ptrdiff_t ldc, const REAL *scale, FMHA_NAME(results) *results)

@@ -29,10 +29,11 @@ typedef struct {
 
 /* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many`
  * rows of queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it
- * stands for them. Of `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. */
+ * stands for them. Of `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. once: keys that
+ * come from memory are read once for all rows. */
 INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k,
                                    const ptrdiff_t ldk, const ptrdiff_t most, const ptrdiff_t k_ahead, const int fetched, const int near,
-                                   VEC *sum)
+                                   const int once, VEC *sum)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type), width = ROUND_UP(D, LANES);
     const char *key[4], *ahead = k + k_ahead;
@@ -49,6 +50,7 @@ INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abr
     for (int a = 0; a < abreast; a++) { \
         const char *at = key[a] + d * size; \
         row[a] = load; \
+        if (once && many > 1) v_keep(row[a]); \
     } \
     for (int a = 0; a < fetched && d * size % FMHA_CACHE_LINE == 0; a++) { \
         if (near) v_prefetch(ahead + d * size + a * ldk); \
@@ -86,7 +88,7 @@ INLINED void FMHA_NAME(scores_of)(const int type, const int many, const int abre
                 fetched = 0;
             }
             if (j + l < keys) FMHA_NAME(score_keys)(type, many, abreast, D, q, k, ldk, keys - j - l - 1, k_ahead, fetched,
-                                                    near, sum + l / abreast);
+                                                    near, 0, sum + l / abreast);
             else for (int r = 0; r < many; r++) sum[r * LANES + l / abreast] = v_splat(0);
         }
 #pragma GCC unroll 4
@@ -158,84 +160,120 @@ static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t l
     }
 }
 
-/* Rows that fill half of a vector at most, with lanes of rows: in a product half of the lanes would be empty, and a broadcast of
- * each element of a key is what it takes the longest for. Instead lanes 2r and 2r + 1 are row r with two keys, whose elements
- * are copied beside each other, and a broadcast and a multiplication serve both. Each score is the same sum as there, term by
- * term: the same bits. */
-#if HAVE_PAIRS && PAIRED_ROWS
-#define SCORES_OF_PAIRS 1
-#define PAIRS_ABREAST (MICRO_SUMS / 2)
-_Static_assert(2 * PAIRED_ROWS <= LANES, "two keys share a vector");
+/* Rows that leave lanes of a vector of rows empty: there a product would multiply for those, too, and a broadcast of each element
+ * of a key, for one multiplication, is what it would wait for. Instead a vector is four rows with four neighbouring elements of
+ * each: a broadcast of four elements of a key serves all vectors, and no lane is empty but those that fill the last four rows.
+ * A score is four sums, of the elements 0, 4, 8 .., of 1, 5, 9 .. and so on, and then (the first + the second) + (the third +
+ * the fourth). */
+#if HAVE_FOURS && FOUR_ROWS
+#define SCORES_BY_FOURS(block, depth) ((block)->by_fours && (depth) <= FOUR_DEPTH)
+#define FOUR_VECTORS (FOUR_ROWS / 4)
+#define FOUR_KEYS(vectors) ((vectors) < 3 ? 12 : 8)         /* as many sums as the registers hold */
+_Static_assert(FOUR_ROWS <= LANES && FOUR_VECTORS <= 3, "rows of three vectors");
 
-/* scores^T (keys, LANES), rows lds apart, <- x (keys, depth) @ packed^T (depth, LANES) of so many pairs of keys, the last of
- * which may be a single one. Beside rows of x those are fetched, ld_beside bytes apart, unless that is NULL: some at each step,
- * since memory is fastest where it is asked evenly. */
-INLINED void FMHA_NAME(score_pairs)(const int pairs, ptrdiff_t keys, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
-                                    ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
+/* scores^T (many keys, rows), rows lds apart, lanes behind the rows anything, <- x (many, depth) @ fours, of `keys` keys, a
+ * multiple of 4; fewer are there in the last four. fours (depth / 4, vectors, 4 rows, 4 elements). At each step some lines of the
+ * keys that come next are fetched, row by row: so many streams at a time no CPU guesses. And beside rows of x those that lie
+ * ld_beside bytes apart, unless that is NULL. */
+INLINED void FMHA_NAME(score_fours)(const int vectors, const int keys, ptrdiff_t many, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+                                    const REAL *fours, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
 {
-    VEC sum[PAIRS_ABREAST];
-    REAL both[PAIRS_ABREAST][2 * LANES];
+    const ptrdiff_t apart[4] = {0, many > 1 ? ldx : 0, many > 2 ? 2 * ldx : 0, many > 3 ? 3 * ldx : 0};
+    const ptrdiff_t step = ld_beside == FMHA_IN_A_ROW ? FMHA_CACHE_LINE : ld_beside, lines = ROUND_UP(depth, LANES) / LANES;
+    const REAL *group[3], *soon = x + many * ldx;       /* an address for each four keys: there are no registers for one each */
+    ptrdiff_t line = 0;
+    VEC sum[12][FOUR_VECTORS];
+#pragma GCC unroll 4
+    for (int g = 0; g < keys / 4; g++) {
+        group[g] = x + 4 * g * ldx;
+        __asm__("" : "+r"(group[g]));
+    }
 #pragma GCC unroll 12
-    for (int e = 0; e < pairs; e++) sum[e] = v_splat(0);
+    for (int k = 0; k < keys; k++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) sum[k][v] = v_splat(0);
     for (ptrdiff_t d = 0; d < depth; d += LANES) {
-        const ptrdiff_t items = depth - d < LANES ? depth - d : LANES, next = keys * ldx;
-        const REAL *a = x + d;
-        REAL *to = both[0];
-#define MIX(load) \
-    _Pragma("GCC unroll 1") \
-    for (int e = 0; e < pairs; e++, a += 2 * ldx, to += 2 * LANES) { \
-        const REAL *b = a + (2 * e + 1 < keys ? ldx : 0); \
-        const VEC first = load(a), second = load(b); \
-        v_prefetch(a + next); \
-        v_prefetch(b + next); \
-        v_store(to, FMHA_NAME(pairs_of)(first, second, 0)); \
-        v_store(to + LANES, FMHA_NAME(pairs_of)(first, second, 1)); \
-    }
-#define LOAD_PART(from) v_load_n(from, items, 0)
-        if (items == LANES) MIX(v_load)
-        else MIX(LOAD_PART)
-#undef LOAD_PART
-#undef MIX
-        const ptrdiff_t step = ld_beside == FMHA_IN_A_ROW ? FMHA_CACHE_LINE : ld_beside;
+        const ptrdiff_t items = depth - d < LANES ? depth - d : LANES;
         const char *later = beside;
-        for (ptrdiff_t i = 0; i < items; i++) {
-            const VEC query = FMHA_NAME(twice)(v_load(packed + (d + i) * ldq));
-            if (later && 2 * i < keys) {
-                v_prefetch_far(later);
-                v_prefetch_far(later + step);
-                later += 2 * step;
+        for (ptrdiff_t i = 0; i < items; i += 4, fours += vectors * LANES) {
+            VEC query[FOUR_VECTORS];
+            for (int k = 0; k < keys; k += 4) {
+                if (later) v_prefetch_far(later);
+                if (later) later += step;
+                v_prefetch(soon + line * LANES);
+                line = line + 1 == lines ? 0 : line + 1;
+                if (line == 0) soon += ldx;
             }
-#pragma GCC unroll 12
-            for (int e = 0; e < pairs; e++) sum[e] = v_sum(sum[e], FMHA_NAME(splat_pair)(both[e] + 2 * i), query);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) query[v] = v_load(fours + v * LANES);
+#define SCORED(of_key) \
+            _Pragma("GCC unroll 12") \
+            for (int k = 0; k < keys; k++) { \
+                const REAL *at = group[k / 4] + apart[k % 4]; \
+                const VEC key = of_key; \
+                _Pragma("GCC unroll 4") \
+                for (int v = 0; v < vectors; v++) sum[k][v] = v_sum(sum[k][v], key, query[v]); \
+            }
+            if (items - i >= 4) { SCORED(FMHA_NAME(splat_four)(at)) }
+            else { SCORED(FMHA_NAME(splat_some)(at, items - i)) }
+#undef SCORED
+#pragma GCC unroll 4
+            for (int g = 0; g < keys / 4; g++) group[g] += 4;
         }
-        if (beside) beside += ld_beside == FMHA_IN_A_ROW ? keys * FMHA_CACHE_LINE : FMHA_CACHE_LINE;
+        if (beside) beside += ld_beside == FMHA_IN_A_ROW ? many * FMHA_CACHE_LINE : FMHA_CACHE_LINE;
     }
-#pragma GCC unroll 12
-    for (int e = 0; e < pairs; e++) {
-        v_store(s + 2 * e * lds, FMHA_NAME(of_pairs)(sum[e], 0));
-        if (2 * e + 1 < keys) v_store(s + (2 * e + 1) * lds, FMHA_NAME(of_pairs)(sum[e], 1));
+#pragma GCC unroll 4
+    for (int k = 0; k < keys; k += 4) {
+        VEC block[3];           /* lanes: keys */
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++)
+            block[v] = FMHA_NAME(halved)(FMHA_NAME(halved)(sum[k][v], sum[k + 1][v], 1), FMHA_NAME(halved)(sum[k + 2][v], sum[k + 3][v], 1), 2);
+        REAL *to = s + k * lds;
+        v_store(to, FMHA_NAME(key_of_blocks)(vectors, block, 1));
+        if (many > k + 1) v_store(to + lds, FMHA_NAME(key_of_blocks)(vectors, block, 2));
+        if (many > k + 2) v_store(to + 2 * lds, FMHA_NAME(key_of_blocks)(vectors, block, 4));
+        if (many > k + 3) v_store(to + 3 * lds, FMHA_NAME(key_of_blocks)(vectors, block, 8));
     }
 }
 
-/* The same of n keys. */
-static __attribute__((noinline)) void FMHA_NAME(product_pairs)(ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
-        const REAL *packed,
-    ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
+/* The same of n keys and packed^T (depth, LANES rows, ldq apart). */
+INLINED void FMHA_NAME(product_fours_of)(const int vectors, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
+                                         ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
 {
     const ptrdiff_t of_row = ld_beside == FMHA_IN_A_ROW ? depth * (ptrdiff_t)sizeof(REAL) : ld_beside;
-#define SCORE_PAIRS(pairs, many) \
-    FMHA_NAME(score_pairs)(pairs, many, depth, x + k * ldx, ldx, packed, ldq, s + k * lds, lds, beside ? beside + k * of_row : NULL, ld_beside)
-    ptrdiff_t k = 0;
-    for (; k + 2 * PAIRS_ABREAST <= n; k += 2 * PAIRS_ABREAST) SCORE_PAIRS(PAIRS_ABREAST, 2 * PAIRS_ABREAST);
-    for (; k + 8 <= n; k += 8) SCORE_PAIRS(4, 8);
-    switch ((n - k + 1) / 2) {
-    case 4: SCORE_PAIRS(4, n - k); break;
-    case 3: SCORE_PAIRS(3, n - k); break;
-    case 2: SCORE_PAIRS(2, n - k); break;
-    case 1: SCORE_PAIRS(1, n - k);
+    REAL fours[FOUR_DEPTH * FOUR_ROWS];
+    for (ptrdiff_t d = 0; d < depth; d += 4) {
+        VEC column[4];
+#pragma GCC unroll 4
+        for (ptrdiff_t i = 0; i < 4; i++) column[i] = d + i < depth ? v_load(packed + (d + i) * ldq) : v_splat(0);
+        FMHA_NAME(transpose_blocks)(column);
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) v_store(fours + d * 4 * vectors + v * LANES, FMHA_NAME(rows_of_blocks)(column, 1 << v));
     }
-#undef SCORE_PAIRS
+#define SCORE_FOURS(keys, many) \
+    FMHA_NAME(score_fours)(vectors, keys, many, depth, x + k * ldx, ldx, fours, s + k * lds, lds, beside ? beside + k * of_row : NULL, ld_beside)
+    ptrdiff_t k = 0;
+    for (; k + FOUR_KEYS(vectors) <= n; k += FOUR_KEYS(vectors)) SCORE_FOURS(FOUR_KEYS(vectors), FOUR_KEYS(vectors));
+    for (; k < n; k += 4) SCORE_FOURS(4, n - k < 4 ? n - k : 4);
+#undef SCORE_FOURS
+}
+
+static __attribute__((noinline)) void FMHA_NAME(product_fours)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx,
+    const REAL *packed, ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
+{
+#define PRODUCT_FOURS(vectors) FMHA_NAME(product_fours_of)(vectors, n, depth, x, ldx, packed, ldq, s, lds, beside, ld_beside)
+    switch ((rows + 3) / 4) {
+    case 1: PRODUCT_FOURS(1); break;
+    case 2: PRODUCT_FOURS(2); break;
+    default: PRODUCT_FOURS(3);
+    }
+#undef PRODUCT_FOURS
 }
 #else
-#define SCORES_OF_PAIRS 0
+#define SCORES_BY_FOURS(block, depth) 0
+static inline void FMHA_NAME(product_fours)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
+                                            ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
+{
+    (void)rows, (void)n, (void)depth, (void)x, (void)ldx, (void)packed, (void)ldq, (void)s, (void)lds, (void)beside, (void)ld_beside;
+}
 #endif

@@ -16,6 +16,7 @@
 #define FMHA_MOST_CHUNKS 8      /* in an item, and items at a time */
 #define FMHA_KNOWN_FROM (1 << 18)    /* bytes of keys and values from which on it counts how much was read since these were; fewer are near, */
 #define FMHA_UNKNOWN_FROM (1 << 20)  /* and up to so many also where nobody has read them before */
+#define FMHA_REACH_ROWS 12      /* stacked rows up to which "tiled" goes by reach, too: of more, computing takes longer than reading */
 #define FMHA_NEIGHBOURS_FROM (5 << 22)      /* from what reach on it goes through heads side by side: */
 #define FMHA_NEIGHBOURS_BYTES 4096  /* through as many as have so many bytes in a row, */
 #define FMHA_MOST_NEIGHBOURS 16     /* so many at most, */
@@ -192,9 +193,9 @@
 /* Vectors whose exponentials are taken in step: as many as registers hold. */
 #define EXP_CHAINS         FMHA_OF(     4,      8,      4,      8,      4)
 
-/* Rows of a block up to which two float32 keys share a vector in products: half of one at most. Where fewer fit, "decode" takes
- * such blocks. */
-#define PAIRED_ROWS        FMHA_OF(     0,      0,      0,      8,      0)
+/* Stacked rows of a head up to which scores of float32 are products of fours, three vectors of rows at most, and the widest sums that are. */
+#define FOUR_ROWS          FMHA_OF(     0,      0,      0,     12,      0)
+#define FOUR_DEPTH         FMHA_OF(   512,    512,    512,    512,    512)
 
 /* Rows of a block up to which the keys of the next tile are fetched beside the values of this one: with AVX2 on Zen 3 those of
  * more rows wait for their own lines, and the product takes 1.1 times as long. */

@@ -187,6 +187,16 @@ static inline int FMHA_NAME(any)(IVEC truth)
 #else
 #define v_any(truth) ((truth) != 0)
 #endif
+/* In a register from here on. Where a vector serves several rows, compilers read it from memory for each of them; where it has yet to
+ * come from there, it is waited for each time. */
+#if defined(X86_OP) && FMHA_VECTOR_BYTES == 64
+#define v_keep(value) __asm__("" : "+v"(value))
+#elif defined(X86_OP)
+#define v_keep(value) __asm__("" : "+x"(value))
+#else
+#define v_keep(value) ((void)0)
+#endif
+
 #define v_abs(x) v_from_bits(v_bits(x) & ~i_splat(SIGN_BIT))
 
 /* The sanitizers of a checked build do not look into masked loads and stores: there, element by element. */
@@ -287,6 +297,14 @@ INLINED VEC FMHA_NAME(turned)(VEC value, const ptrdiff_t half)
 #define AROUND(l, size, many) (((l) + (size)) & ((many) - 1))
     return SHUFFLED(value, value, AROUND, half);
 #undef AROUND
+}
+
+/* The lower half of a, and behind it that of b. */
+INLINED VEC FMHA_NAME(lower_halves)(VEC a, VEC b)
+{
+#define LOWER(l, size, many) (((l) & ((size) - 1)) + BIT(l, size, many))
+    return SHUFFLED(a, b, LOWER, LANES / 2);
+#undef LOWER
 }
 
 static inline REAL FMHA_NAME(sum)(VEC value)
@@ -532,45 +550,66 @@ static inline VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 }
 #endif
 
-/* Pairs of numbers in neighbouring lanes: those that a and b have at the same places, first of the lower lanes, then of the
- * upper ones; each of the lower lanes twice; a pair again and again; and the first or the second ones of all pairs, in the lower
- * lanes. */
-#if HAVE_SHUFFLES && FMHA_REAL == 32
-#define HAVE_PAIRS 1
-INLINED VEC FMHA_NAME(pairs_of)(VEC a, VEC b, const int upper)
+/* Four neighbouring lanes, a block: a term of each of four columns. Where a function has no loop over blocks, lanes are 16. */
+#if HAVE_SHUFFLES && FMHA_REAL == 32 && FMHA_VECTOR_BYTES == 64 && defined(X86_OP)
+#define HAVE_FOURS 1
+/* Which of four things `size`, 1, 2, 4 or 8, stands for: shuffles take no other numbers. */
+#define NUMBER_OF(size) (((size) >> 1) - ((size) >> 3))
+
+/* A block again and again; of the first n numbers alone, zeros behind them. */
+INLINED VEC FMHA_NAME(splat_four)(const REAL *at)
 {
-#define LOWER(l, size, many) (((l) >> 1) + BIT(l, 1, many))
-#define UPPER(l, size, many) (((l) >> 1) + ((many) >> 1) + BIT(l, 1, many))
-    return upper ? SHUFFLED(a, b, UPPER, 1) : SHUFFLED(a, b, LOWER, 1);
-#undef LOWER
-#undef UPPER
+    return (VEC)_mm512_broadcast_f32x4(_mm_loadu_ps(at));
 }
 
-INLINED VEC FMHA_NAME(twice)(VEC value)
+INLINED VEC FMHA_NAME(splat_some)(const REAL *at, ptrdiff_t n)
 {
-#define HALF_OF(l, size, many) ((l) >> 1)
-    return SHUFFLED(value, value, HALF_OF, 1);
-#undef HALF_OF
+    const REAL four[4] = {at[0], n > 1 ? at[1] : 0, n > 2 ? at[2] : 0, n > 3 ? at[3] : 0};
+    return FMHA_NAME(splat_four)(four);
 }
 
-INLINED VEC FMHA_NAME(splat_pair)(const REAL *pair)
+/* Of four vectors of rows, a column each: those of four rows, from row 4 * NUMBER_OF(size) on, a block each. Before, once, the
+ * four are transposed in their blocks. */
+INLINED void FMHA_NAME(transpose_blocks)(VEC column[4])
 {
-    typedef double pairs __attribute__((vector_size(FMHA_VECTOR_BYTES)));
-    double both;
-    memcpy(&both, pair, sizeof both);
-    return (VEC)(both - (pairs){0});
+#define KEEP(l, size, many) ((l) + BIT(l, size, (many) - (size)))
+#define TAKE(l, size, many) (KEEP(l, size, many) + (size))
+#pragma GCC unroll 2
+    for (ptrdiff_t size = 1; size < 4; size *= 2)
+#pragma GCC unroll 4
+        for (ptrdiff_t i = 0; i < 4; i++)
+            if (!(i & size)) {
+                const VEC a = column[i], b = column[i + size];
+                column[i] = SHUFFLED(a, b, KEEP, size);
+                column[i + size] = SHUFFLED(a, b, TAKE, size);
+            }
+#undef KEEP
+#undef TAKE
 }
 
-INLINED VEC FMHA_NAME(of_pairs)(VEC value, const int second)
+INLINED VEC FMHA_NAME(rows_of_blocks)(const VEC column[4], const ptrdiff_t size)
 {
-#define FIRST(l, size, many) ((2 * (l)) & ((many) - 1))
-#define SECOND(l, size, many) (FIRST(l, size, many) + 1)
-    return second ? SHUFFLED(value, value, SECOND, 1) : SHUFFLED(value, value, FIRST, 1);
-#undef FIRST
-#undef SECOND
+#define BLOCK_OF(l, size, many) (((l) & 3) + (NUMBER_OF(size) << 2) + BIT(l, 4, many))
+#define HALVES(l, size, many) (((l) & 7) + BIT(l, 8, many))
+    return SHUFFLED(SHUFFLED(column[0], column[1], BLOCK_OF, size), SHUFFLED(column[2], column[3], BLOCK_OF, size), HALVES, 1);
+#undef BLOCK_OF
+#undef HALVES
 }
+
+/* Of blocks whose lanes are keys, and each of which is a row's, what belongs to one of the keys: of the rows of one vector, two or
+ * three. Lanes behind them are anything. */
+INLINED VEC FMHA_NAME(key_of_blocks)(const int vectors, const VEC block[3], const ptrdiff_t size)
+{
+#define OF_TWO(l, size, many) ((((l) & 3) << 2) + NUMBER_OF(size) + BIT(l, 4, many))
+#define OF_THIRD(l, size, many) ((l) + BIT(l, 8, (many) + (((l) & 3) << 2) + NUMBER_OF(size) - (l)))
+    const VEC two = SHUFFLED(block[0], block[vectors > 1], OF_TWO, size);
+    return vectors < 3 ? two : SHUFFLED(two, block[2], OF_THIRD, size);
+#undef OF_TWO
+#undef OF_THIRD
+}
+#undef NUMBER_OF
 #else
-#define HAVE_PAIRS 0
+#define HAVE_FOURS 0
 #endif
 
 /* Sums over lanes of many vectors: of vectors 2i and 2i + 1 one is made, and so on, with twice the bit, until all n are row[0].

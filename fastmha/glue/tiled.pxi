@@ -4,10 +4,10 @@ from libc.stdint cimport int64_t
 from libc.string cimport memset
 
 from fastmha._kernels cimport (
-    FMHA_BLOCK_ROWS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_MEND, FMHA_PREPARE, FMHA_RESTART, FMHA_RESULTS, FMHA_SHARES,
-    FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE, fmha_backward_cut, fmha_backward_split, fmha_blocks, fmha_blocks_cut,
-    fmha_blocks_vary, fmha_by_heads, fmha_copies_cut, fmha_cut, fmha_forward_blocks, fmha_free_blocks, fmha_in_copies, fmha_items,
-    fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run, fmha_runs_left, fmha_split, fmha_task,
+    FMHA_BLOCK_ROWS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_MEND, FMHA_PREPARE, FMHA_REACH_ROWS, FMHA_RESTART, FMHA_RESULTS,
+    FMHA_SHARES, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE, fmha_backward_cut, fmha_backward_split, fmha_blocks, fmha_blocks_cut,
+    fmha_blocks_vary, fmha_by_heads, fmha_copies_cut, fmha_cut, fmha_forward_blocks, fmha_free_blocks, fmha_heads_cut,
+    fmha_in_copies, fmha_items, fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run, fmha_runs_left, fmha_split, fmha_task,
 )
 
 
@@ -58,7 +58,7 @@ cdef class Blocks:
 
 cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
     """All of a forward run but out and what its passes set."""
-    c.p = problem.c
+    c.p, c.reach = problem.c, 0
     c.lse = pointer(lse, True) if lse is not None else NULL
     c.weights = pointer(weights, True) if weights is not None else NULL
     return 0
@@ -67,7 +67,10 @@ cdef int read_results(fmha_run *c, Problem problem, lse, weights) except -1:
 cdef int run_tiled(fmha_run *c, Problem problem, int threads, Blocks named) except -1:
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
     cdef fmha_blocks blocks
-    note_read(bytes_of_keys(&c.p, problem.stored_size))
+    if fmha_heads_cut(&c.p).rows <= FMHA_REACH_ROWS:
+        c.reach = reach(problem, True)
+    else:
+        note_read(bytes_of_keys(&c.p, problem.stored_size))
     threads = threads_for(threads, attention_terms(&c.p, problem.is_double))
     if named is None:
         named = blocks_for(&c.p, threads, c.weights == NULL, True, &blocks)
@@ -242,7 +245,7 @@ cdef int run_tiled_backward(fmha_run *c, Problem problem, wanted, int threads) e
     cdef fmha_split split
     cdef bint on_tiles = c.p.parts > 0 and kernels.matrix_backward != NULL
     c.p = fmha_in_copies(&c.p)
-    c.copies = NULL
+    c.reach, c.copies = 0, NULL
     if c.p.copies:
         copies = Scratch(c.p.B * c.p.Hkv * (kernels.gradient_sums if on_tiles else kernels.copy_sums)(&c.p) * size, 1)
         c.copies = copies.start
