@@ -91,7 +91,7 @@ _FUSED = Tuning(
     contiguous=(256, 128, 64 * 1024),       # a product for each head is neither small nor narrow, and heads leave the first cache
     attention_by_blas=False, products_by_blas=False,
 )
-# more lanes are empty; of 5 to 8 rows of float32 two keys share them
+# more lanes are empty; of up to 12 rows of float32 "tiled" fills them with terms
 _WIDE = replace(_FUSED, decode=((1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (8, 256, NEVER)),
                 decode_float64=((1, 0, 0), (2, 32, 1024), (3, 128, 4096), (4, 256, 4096)),
                 decode_half=((1, 0, 0), (2, 32, 192), (3, 32, 768), (4, 32, 1024), (5, 256, 3072), (6, 128, 4096), (8, 256, 4096),

@@ -1,5 +1,5 @@
 /* Scores of few query rows: lanes are those of the width, and a score is the sum over them, since with lanes of rows most would
- * be empty; of some more, two keys share a vector of rows. */
+ * be empty; of some more, a vector is four rows with four terms of each. */
 
 /* Sums of a part of a step of values wait so far behind the results; whether others of the step have come before, and whether
  * these are its last. */

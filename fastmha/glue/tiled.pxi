@@ -7,7 +7,8 @@ from fastmha._kernels cimport (
     FMHA_BLOCK_ROWS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_MEND, FMHA_PREPARE, FMHA_REACH_ROWS, FMHA_RESTART, FMHA_RESULTS,
     FMHA_SHARES, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE, fmha_backward_cut, fmha_backward_split, fmha_blocks, fmha_blocks_cut,
     fmha_blocks_vary, fmha_by_heads, fmha_copies_cut, fmha_cut, fmha_forward_blocks, fmha_free_blocks, fmha_heads_cut,
-    fmha_in_copies, fmha_items, fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run, fmha_runs_left, fmha_split, fmha_task,
+    fmha_in_copies, fmha_items, fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run,
+    fmha_runs_left, fmha_split, fmha_task,
 )
 
 
