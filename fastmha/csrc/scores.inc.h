@@ -246,7 +246,7 @@ INLINED void FMHA_NAME(product_fours_of)(const int vectors, ptrdiff_t n, ptrdiff
         VEC column[4];
 #pragma GCC unroll 4
         for (ptrdiff_t i = 0; i < 4; i++) column[i] = d + i < depth ? v_load(packed + (d + i) * ldq) : v_splat(0);
-        FMHA_NAME(transpose_blocks)(column);
+        FMHA_NAME(transpose_squares)(4, column);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) v_store(fours + d * 4 * vectors + v * LANES, FMHA_NAME(rows_of_blocks)(column, 1 << v));
     }

@@ -508,16 +508,16 @@ INLINED void FMHA_NAME(cap_columns)(ptrdiff_t n, ptrdiff_t ld, REAL *s, double s
 }
 
 #if HAVE_SHUFFLES
-/* LANES rows of LANES become their columns: log2(LANES) rounds, each exchanging blocks of `size` lanes between rows. */
-INLINED void FMHA_NAME(transpose)(VEC row[])
+/* Of `rows` rows squares of as many lanes become their columns: log2(rows) rounds, each exchanging blocks of `size` lanes between rows. */
+INLINED void FMHA_NAME(transpose_squares)(const ptrdiff_t rows, VEC row[])
 {
     /* lane l: of a, or where l & size of b, l - size; l + size of a, or l of b */
 #define KEEP(l, size, many) ((l) + BIT(l, size, (many) - (size)))
 #define TAKE(l, size, many) (KEEP(l, size, many) + (size))
 #pragma GCC unroll 8
-    for (ptrdiff_t size = 1; size < LANES; size *= 2)
+    for (ptrdiff_t size = 1; size < rows; size *= 2)
 #pragma GCC unroll 16
-        for (ptrdiff_t i = 0; i < LANES; i++)
+        for (ptrdiff_t i = 0; i < rows; i++)
             if (!(i & size)) {
                 VEC a = row[i], b = row[i + size];
                 row[i] = SHUFFLED(a, b, KEEP, size);
@@ -525,6 +525,11 @@ INLINED void FMHA_NAME(transpose)(VEC row[])
             }
 #undef KEEP
 #undef TAKE
+}
+
+INLINED void FMHA_NAME(transpose)(VEC row[])
+{
+    FMHA_NAME(transpose_squares)(LANES, row);
 }
 #define HAVE_TRANSPOSE 1
 
@@ -550,7 +555,7 @@ static inline VEC FMHA_NAME(halved)(VEC a, VEC b, const ptrdiff_t size)
 }
 #endif
 
-/* Four neighbouring lanes, a block: a term of each of four columns. Where a function has no loop over blocks, lanes are 16. */
+/* Blocks of four neighbouring lanes: a term of each of four columns. */
 #if HAVE_SHUFFLES && FMHA_REAL == 32 && FMHA_VECTOR_BYTES == 64 && defined(X86_OP)
 #define HAVE_FOURS 1
 /* Which of four things `size`, 1, 2, 4 or 8, stands for: shuffles take no other numbers. */
@@ -568,25 +573,7 @@ INLINED VEC FMHA_NAME(splat_some)(const REAL *at, ptrdiff_t n)
     return FMHA_NAME(splat_four)(four);
 }
 
-/* Of four vectors of rows, a column each: those of four rows, from row 4 * NUMBER_OF(size) on, a block each. Before, once, the
- * four are transposed in their blocks. */
-INLINED void FMHA_NAME(transpose_blocks)(VEC column[4])
-{
-#define KEEP(l, size, many) ((l) + BIT(l, size, (many) - (size)))
-#define TAKE(l, size, many) (KEEP(l, size, many) + (size))
-#pragma GCC unroll 2
-    for (ptrdiff_t size = 1; size < 4; size *= 2)
-#pragma GCC unroll 4
-        for (ptrdiff_t i = 0; i < 4; i++)
-            if (!(i & size)) {
-                const VEC a = column[i], b = column[i + size];
-                column[i] = SHUFFLED(a, b, KEEP, size);
-                column[i + size] = SHUFFLED(a, b, TAKE, size);
-            }
-#undef KEEP
-#undef TAKE
-}
-
+/* Of four vectors of rows, a column each, whose squares are transposed: four rows, from row 4 * NUMBER_OF(size) on, a block each. */
 INLINED VEC FMHA_NAME(rows_of_blocks)(const VEC column[4], const ptrdiff_t size)
 {
 #define BLOCK_OF(l, size, many) (((l) & 3) + (NUMBER_OF(size) << 2) + BIT(l, 4, many))
