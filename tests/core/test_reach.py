@@ -1,4 +1,4 @@
-"""How far away the keys of "decode" are taken to be: by what has been read since they were; no bit depends on it."""
+"""How far away the keys of few rows are taken to be: by what has been read since they were; no bit depends on it."""
 
 import numpy as np
 import pytest
@@ -34,19 +34,22 @@ CASES = {       # B, H, Hkv, Lq, Lk, D, Dv
     "rows of many": ((1, 8, 4, 3, 270, 80, 80), {}),
     "a window": ((2, 8, 4, 2, 1100, 64, 64), {"window": (600, 0), "offset": 1000}),
     "lengths": ((2, 8, 8, 1, 1100, 64, 64), {"key_padding_lengths": np.array([700, 3])}),
+    "twelve rows": ((1, 12, 2, 2, 400, 40, 40), {}),
 }
 
 
 @all_dtypes
 @pytest.mark.parametrize("layout", ["BHLD", "BLHD"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_the_same_wherever_keys_come_from(isa, dtype, name, layout, read_before, fetched, rng):
-    sizes, keywords = CASES[name]
+@pytest.mark.parametrize("algorithm", ["decode", "tiled"])
+def test_the_bits_are_the_same_wherever_keys_come_from(isa, dtype, algorithm, name, layout, read_before, fetched, rng):
+    sizes, rules = CASES[name]
+    keywords = {**rules, "algorithm": algorithm, "layout": layout, "return_lse": True}
     q, k, v = draw(rng, *sizes, dtype=dtype, layout=layout)[:3]
     results = []
     for reach in REACHES:
         read_before(reach)
-        results += [decode(q, k, v, layout=layout, num_threads=threads, **keywords) for threads in (1, 3)]
+        results += [fastmha.attention(q, k, v, num_threads=threads, **keywords) for threads in (1, 3)]
     for other in results[1:]:
         assert_same(other, results[0])
 
@@ -112,6 +115,16 @@ def test_the_keys_of_many_layers_are_all_remembered(read_before):
         read(k)
     assert reach(layers[43]) == own
     assert reach(layers[44]) == 256 * own
+
+
+@pytest.mark.parametrize(("rows", "known"), [(12, True), (13, False)])
+def test_keys_of_few_rows_are_remembered_by_tiled(rows, known, read_before):
+    read_before(-1)
+    k = keys(2048)
+    q = np.zeros((1, 4, rows, 64), np.float32)
+    for _ in range(2):
+        fastmha.attention(q, k, k, algorithm="tiled")
+    assert (reach(k) == 2 * k.nbytes) == known
 
 
 def test_a_plan_does_not_count_as_reading(read_before):
