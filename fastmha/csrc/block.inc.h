@@ -5,7 +5,8 @@
  * broadcast scalars, values as rows. A block holds rows of the group's stacked heads: row r is head r / Lq, query r % Lq.
  *
  * Bits: a row's result depends on its own scores and the grid of key tiles alone. Sums over D and over keys run in their
- * order, one fused multiply-add per term; a tile in which a row attends nothing multiplies it by exp(0) = 1 and adds 0. */
+ * order, one fused multiply-add per term; a tile in which a row attends nothing multiplies it by exp(0) = 1 and adds 0. Scores
+ * of heads of few rows are summed in another order (by_fours), whatever the blocks that these are cut into. */
 
 /* The next n REALs of a scratch that is laid out, whose size adds up in `used`; without memory, that size alone. A pass has one
  * function that lays out its scratch: no other place knows what lies where. */
