@@ -1,5 +1,6 @@
 """fastmha.transformers: the eager attention of each model is the oracle, for random weights."""
 
+import copy
 import inspect
 import itertools
 import warnings
@@ -164,24 +165,38 @@ def test_outputs_of_encoder_and_decoder(name, padding, models, written):
     assert not written
 
 
+def gradients(model, inputs):
+    """Of all parameters, by name, of a sum of the outputs at valid places, each with a weight of its own."""
+    model.zero_grad()
+    out = model(**inputs)[0]
+    if "attention_mask" in inputs and "decoder_input_ids" not in inputs:
+        out = out[inputs["attention_mask"].bool()]
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)).sum().backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS, *PAIRS])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_gradients_of_a_training_step(name, padding, models):
-    inputs = batch(padding)
-    if name in PAIRS:
-        inputs["decoder_input_ids"] = batch("none")["input_ids"][:, :5]
-    grads = []
-    for model in models(name):
-        model.zero_grad()
-        out = model(**inputs)[0]
-        if "attention_mask" in inputs and name not in PAIRS:
-            out = out[inputs["attention_mask"].bool()]
-        (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
-        grads.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
-    assert grads[0].keys() == grads[1].keys()
-    largest = max(g.abs().max() for g in grads[0].values())
-    for key, theirs in grads[0].items():
-        assert (grads[1][key] - theirs).abs().max() <= 2e-5 * largest, key
+    theirs, ours = (gradients(model, batch(padding)) for model in models(name))
+    assert theirs.keys() == ours.keys()
+    largest = max(g.abs().max() for g in theirs.values())
+    for key, g in theirs.items():
+        assert (ours[key] - g).abs().max() <= 2e-5 * largest, key
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_gradients_of_a_training_step_of_pairs_err_no_more_than_eager_ones_against_float64(name, padding, models):
+    """T5's scores are not scaled: eager gradients in float32 are up to 4e-5 of the largest away from those in float64."""
+    inputs = batch(padding) | {"decoder_input_ids": batch("none")["input_ids"][:, :5]}
+    eager, ours = models(name)
+    exact, of_eager, of_ours = (gradients(model, inputs) for model in (copy.deepcopy(eager).double(), eager, ours))
+    assert exact.keys() == of_eager.keys() == of_ours.keys()
+    largest = max(g.abs().max() for g in exact.values())
+    error = max((of_eager[key] - g).abs().max() for key, g in exact.items())
+    for key, g in exact.items():
+        assert (of_ours[key] - g).abs().max() <= max(error, 2e-6 * largest), key
 
 
 @pytest.mark.parametrize("how", ["greedy", "padded", "beams", "static", "padded static", "sampled"])
