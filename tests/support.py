@@ -107,7 +107,7 @@ FEW_ROWS = 12       # stacked rows of a key/value head whose float32 scores AVX-
 
 def rows_alike(isa, dtype, group, Lq):
     """Of so many query rows of "tiled" the fewest that have the bits in a call by themselves that they have among all."""
-    few = isa in ("avx512", "avx512bf16", "amx") and np.dtype(dtype) == np.float32 and group * Lq > FEW_ROWS
+    few = isa in ("avx512", "avx512bf16", "amx") and computed(dtype) == np.float32 and group * Lq > FEW_ROWS
     return FEW_ROWS // group + 1 if few else 1
 
 

@@ -137,7 +137,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->hkv = hkv;
     block->rows = rows;
     block->few = (FMHA_NAME(few)){.scratch = NULL};
-    block->by_fours = group * p->Lq <= FOUR_ROWS;
+    block->by_fours = BY_FOURS && group * p->Lq <= FOUR_ROWS;
     block->written = 0;
     block->boolean = p->bool_mask.data != NULL;
     block->additive = p->additive_mask.data != NULL;
@@ -446,12 +446,14 @@ static void FMHA_NAME(product_scores)(const FMHA_NAME(rows) *block, int banded, 
         FMHA_NAME(few_scores)(block->rows, queries, ld, n, depth, x, ldx, packed, &block->few, s);
         return;
     }
-    if (SCORES_BY_FOURS(block, depth)) {
+#if BY_FOURS
+    if (block->by_fours && depth <= FOUR_DEPTH) {
         const ptrdiff_t low = banded ? block->low[0] : 0, high = banded ? block->high[0] : n;
         FMHA_NAME(product_fours)(block->rows, high - low, depth, x + low * ldx, ldx, packed, ld, s + low * ld, ld,
                                  banded ? NULL : beside, ld_beside);
         return;
     }
+#endif
     if (!banded) FMHA_NAME(product_rows)(n, queries, depth, x, ldx, packed, ld, s, ld, beside, ld_beside);
     while (banded && FMHA_NAME(next_run)(block, n, &k, &count, &v0, &v1)) {
         const char *of = beside ? beside + k * ld_beside : NULL;

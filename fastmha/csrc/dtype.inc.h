@@ -138,7 +138,8 @@ const fmha_kernels FMHA_NAME(kernels) = {
 #undef LANES
 #undef LANE_NUMBERS
 #undef HAVE_FOURS
-#undef SCORES_BY_FOURS
+#undef BY_FOURS
+#undef MOST_KEYS
 #undef FOUR_VECTORS
 #undef FOUR_KEYS
 #undef HAVE_SHUFFLES

@@ -166,10 +166,12 @@ static void FMHA_NAME(few_scores)(ptrdiff_t rows, ptrdiff_t queries, ptrdiff_t l
  * A score is four sums, of the elements 0, 4, 8 .., of 1, 5, 9 .. and so on, and then (the first + the second) + (the third +
  * the fourth). */
 #if HAVE_FOURS && FOUR_ROWS
-#define SCORES_BY_FOURS(block, depth) ((block)->by_fours && (depth) <= FOUR_DEPTH)
+#define BY_FOURS 1
 #define FOUR_VECTORS (FOUR_ROWS / 4)
-#define FOUR_KEYS(vectors) ((vectors) < 3 ? 12 : 8)         /* as many sums as the registers hold */
+#define MOST_KEYS (MICRO_SUMS / 2)                          /* as many sums as the registers hold */
+#define FOUR_KEYS(vectors) ((vectors) < 3 ? MOST_KEYS : MICRO_SUMS / 3)
 _Static_assert(FOUR_ROWS <= LANES && FOUR_VECTORS <= 3, "rows of three vectors");
+_Static_assert(MOST_KEYS % 4 == 0 && MICRO_SUMS / 3 % 4 == 0, "keys in fours");
 
 /* scores^T (many keys, rows), rows lds apart, lanes behind the rows anything, <- x (many, depth) @ fours, of `keys` keys, a
  * multiple of 4; fewer are there in the last four. fours (depth / 4, vectors, 4 rows, 4 elements). At each step some lines of the
@@ -180,9 +182,9 @@ INLINED void FMHA_NAME(score_fours)(const int vectors, const int keys, ptrdiff_t
 {
     const ptrdiff_t apart[4] = {0, many > 1 ? ldx : 0, many > 2 ? 2 * ldx : 0, many > 3 ? 3 * ldx : 0};
     const ptrdiff_t step = ld_beside == FMHA_IN_A_ROW ? FMHA_CACHE_LINE : ld_beside, lines = ROUND_UP(depth, LANES) / LANES;
-    const REAL *group[3], *soon = x + many * ldx;       /* an address for each four keys: there are no registers for one each */
+    const REAL *group[MOST_KEYS / 4], *soon = x + many * ldx;       /* an address for each four keys: there are no registers for one each */
     ptrdiff_t line = 0;
-    VEC sum[12][FOUR_VECTORS];
+    VEC sum[MOST_KEYS][FOUR_VECTORS];
 #pragma GCC unroll 4
     for (int g = 0; g < keys / 4; g++) {
         group[g] = x + 4 * g * ldx;
@@ -270,10 +272,5 @@ static __attribute__((noinline)) void FMHA_NAME(product_fours)(ptrdiff_t rows, p
 #undef PRODUCT_FOURS
 }
 #else
-#define SCORES_BY_FOURS(block, depth) 0
-static inline void FMHA_NAME(product_fours)(ptrdiff_t rows, ptrdiff_t n, ptrdiff_t depth, const REAL *x, ptrdiff_t ldx, const REAL *packed,
-                                            ptrdiff_t ldq, REAL *s, ptrdiff_t lds, const char *beside, ptrdiff_t ld_beside)
-{
-    (void)rows, (void)n, (void)depth, (void)x, (void)ldx, (void)packed, (void)ldq, (void)s, (void)lds, (void)beside, (void)ld_beside;
-}
+#define BY_FOURS 0
 #endif

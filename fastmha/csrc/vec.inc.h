@@ -577,10 +577,8 @@ INLINED VEC FMHA_NAME(splat_some)(const REAL *at, ptrdiff_t n)
 INLINED VEC FMHA_NAME(rows_of_blocks)(const VEC column[4], const ptrdiff_t size)
 {
 #define BLOCK_OF(l, size, many) (((l) & 3) + (NUMBER_OF(size) << 2) + BIT(l, 4, many))
-#define HALVES(l, size, many) (((l) & 7) + BIT(l, 8, many))
-    return SHUFFLED(SHUFFLED(column[0], column[1], BLOCK_OF, size), SHUFFLED(column[2], column[3], BLOCK_OF, size), HALVES, 1);
+    return FMHA_NAME(lower_halves)(SHUFFLED(column[0], column[1], BLOCK_OF, size), SHUFFLED(column[2], column[3], BLOCK_OF, size));
 #undef BLOCK_OF
-#undef HALVES
 }
 
 /* Of blocks whose lanes are keys, and each of which is a row's, what belongs to one of the keys: of the rows of one vector, two or
