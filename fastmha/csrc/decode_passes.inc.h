@@ -66,7 +66,7 @@ static FMHA_NAME(ahead) FMHA_NAME(decode_ahead)(const fmha_run *run, ptrdiff_t r
     /* Of long rows a single query row is as fast along, and more than four are faster otherwise. */
     const int close = p->stored == FMHA_SAME && fmha_cpu_fetches && (k_bytes < DECODE_WIDE || (rows <= DECODE_TOGETHER && !along));
     const int vectors = close ? 0 : along;
-    const ptrdiff_t bytes = !turns && !close ? DECODE_NEAR_AHEAD : vectors ? DECODE_ALONG : close ? DECODE_WHOLE_AHEAD : DECODE_AHEAD;
+    const ptrdiff_t bytes = !turns && !close ? DECODE_NEAR_AHEAD : vectors ? DECODE_ALONG : fmha_cpu_fetches ? DECODE_WHOLE_AHEAD : DECODE_AHEAD;
     const ptrdiff_t least = rows > DECODE_TOGETHER ? DECODE_STEP : 1;
     const ptrdiff_t k_rows = bytes / (k_bytes + 1) + 1, v_rows = bytes / (v_bytes + 1) + 1;
     return (FMHA_NAME(ahead)){

@@ -30,7 +30,7 @@ typedef struct {
 /* A score is one sum over the vectors of D in order; then the sum over the lanes by `halve`, with all bits in order. Of `many`
  * rows of queries, sum[r * LANES] <- what that leaves of `abreast` keys as one vector. Keys behind `most` are not there: it
  * stands for them. Of `fetched` rows what lies k_ahead further on is fetched, into the first cache where it is `near`. once: keys that
- * come from memory are read once for all rows. */
+ * come from memory are read once for all rows, and with AVX2, which waits for its loads here, queries once for all keys. */
 INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abreast, const ptrdiff_t D, const REAL *q, const char *k,
                                    const ptrdiff_t ldk, const ptrdiff_t most, const ptrdiff_t k_ahead, const int fetched, const int near,
                                    const int once, VEC *sum)
@@ -45,7 +45,10 @@ INLINED void FMHA_NAME(score_keys)(const int type, const int many, const int abr
     /* One loop over all sums, not two: then the compiler keeps them in registers. */
 #define SCORED(load) \
     _Pragma("GCC unroll 4") \
-    for (int r = 0; r < many; r++) query[r] = v_load(q + r * width + d); \
+    for (int r = 0; r < many; r++) { \
+        query[r] = v_load(q + r * width + d); \
+        if (once && abreast > 1 && FMHA_VECTOR_BYTES == 32) v_keep(query[r]); \
+    } \
     _Pragma("GCC unroll 4") \
     for (int a = 0; a < abreast; a++) { \
         const char *at = key[a] + d * size; \

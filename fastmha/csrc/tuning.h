@@ -137,9 +137,9 @@
 /* Bytes that each of the two streams is fetched ahead from memory, at least. */
 #define DECODE_AHEAD       FMHA_OF(  6144,   6144,   6144,   6144,   6144)
 
-/* Bytes that each stream is fetched ahead where whole rows go into the first cache, of which both streams then hold so many:
- * that of Zen 3 has 32 KB. */
-#define DECODE_WHOLE_AHEAD FMHA_OF(6144,   6144,   3072,   6144,   6144)
+/* The same on CPUs that fetch by themselves, where whole rows go into the first cache: Zen 3 reads most of what follows so soon
+ * alone, and delivers less the farther it is asked ahead, but nothing at all in time where nothing is asked. */
+#define DECODE_WHOLE_AHEAD FMHA_OF(  6144,   6144,   1536,   6144,   6144)
 
 /* Bytes that are fetched ahead for one query row whose keys and values follow each other in rows of DECODE_LONG bytes or more,
  * DECODE_MEMORY in all, where CPUs fetch far ahead by themselves, given an instruction for each vector of a row. */
