@@ -137,8 +137,8 @@
 /* Bytes that each of the two streams is fetched ahead from memory, at least. */
 #define DECODE_AHEAD       FMHA_OF(  6144,   6144,   6144,   6144,   6144)
 
-/* The same on CPUs that fetch by themselves, where whole rows go into the first cache: Zen 3 reads most of what follows so soon
- * alone, and delivers less the farther it is asked ahead, but nothing at all in time where nothing is asked. */
+/* The same on CPUs that fetch far ahead by themselves. Zen 3 delivers less the farther ahead it is asked, but too late where it is
+ * not asked at all. */
 #define DECODE_WHOLE_AHEAD FMHA_OF(  6144,   6144,   1536,   6144,   6144)
 
 /* Bytes that are fetched ahead for one query row whose keys and values follow each other in rows of DECODE_LONG bytes or more,
