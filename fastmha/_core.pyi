@@ -20,6 +20,7 @@ MOST_IN_BLAS: int
 ROW_STATE: int
 BLOCK_COSTS: dict[int, float]
 RUN_COST: float
+RUN_KEYS: int
 
 def runnable_isas() -> list[str]: ...
 def select_isa(name: str) -> None: ...

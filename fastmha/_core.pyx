@@ -30,6 +30,7 @@ ROW_STATE = FMHA_ROW_STATE                      # numbers that a backward pass l
 # Of a forward pass of "tiled": what a pair costs in blocks of so many rows, and each run of a block, in pairs of a row.
 BLOCK_COSTS = {FMHA_BLOCK_ROWS: 1.0, FMHA_BLOCK_ROWS // 2: FMHA_HALF_COST, FMHA_BLOCK_ROWS // 4: FMHA_QUARTER_COST}
 RUN_COST = FMHA_RUN_COST * FMHA_RUN_KEYS
+RUN_KEYS = FMHA_RUN_KEYS
 cdef object SINGLE = numpy_dtype("f"), DOUBLE = numpy_dtype("d"), HALF = numpy_dtype("e"), BITS = numpy_dtype("H")
 
 

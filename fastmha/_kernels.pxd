@@ -65,7 +65,8 @@ cdef extern from "csrc/fastmha.h" nogil:
         char *chunks
         ptrdiff_t neighbours
         double reach
-        ptrdiff_t whole
+        ptrdiff_t whole, part_keys
+        int *turns
         char *shared
         ptrdiff_t first_shared, items_before
         double all_bytes
@@ -183,7 +184,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t FMHA_REACH_ROWS
     ptrdiff_t FMHA_UNKNOWN_FROM
     double FMHA_HALF_COST, FMHA_QUARTER_COST, FMHA_RUN_COST
-    ptrdiff_t FMHA_RUN_KEYS, FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
+    ptrdiff_t FMHA_RUN_KEYS, FMHA_RUN_TURNS, FMHA_CACHE_LINE, FMHA_ROW_STATE, FMHA_KEPT_BYTES
     int64_t FMHA_UNBOUNDED
     const fmha_kernels *fmha_kernels_of(int isa, int is_double)
     int fmha_isa_runs(int isa)
@@ -212,7 +213,7 @@ cdef extern from "csrc/fastmha.h" nogil:
     ptrdiff_t fmha_neighbours(const fmha_problem *, ptrdiff_t rows, ptrdiff_t size, ptrdiff_t chunks, ptrdiff_t threads)
     fmha_cut fmha_neighbours_cut(const fmha_problem *, ptrdiff_t)
     ctypedef struct fmha_blocks:
-        ptrdiff_t whole, fine, rows
+        ptrdiff_t whole, fine, rows, keys
         bint runs, heads_inside
         ptrdiff_t listed, merged
     ptrdiff_t fmha_runs_left(const fmha_problem *, const fmha_blocks *)

@@ -215,12 +215,20 @@ def _key_ranges(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def makespan(items: np.ndarray, threads: int) -> float:
-    """When the last thread ends if items of these costs are handed out in order to whoever is free."""
+def makespan(items: np.ndarray, threads: int, chains: np.ndarray | None = None) -> float:
+    """When the last thread ends if items of these costs are handed out in order to whoever is free. Those of one chain, unless
+    that is -1, wait for each other."""
     busy = np.zeros(max(1, threads))
-    for cost in items:
-        busy[busy.argmin()] += cost
+    ready: Counter[int] = Counter()
+    for cost, chain in zip(items.tolist(), (np.full(len(items), -1) if chains is None else chains).tolist(), strict=True):
+        n = busy.argmin()
+        busy[n] = max(busy[n], ready[chain]) + cost
+        if chain >= 0:
+            ready[chain] = busy[n]
     return float(busy.max())
+
+
+_Pass = tuple[np.ndarray, "np.ndarray | None"]
 
 
 def _together(problem: Problem, items: np.ndarray, threads: int, decode: bool = False) -> np.ndarray:
@@ -229,9 +237,9 @@ def _together(problem: Problem, items: np.ndarray, threads: int, decode: bool = 
     return items if some == 1 else np.add.reduceat(items, np.arange(0, len(items), some))
 
 
-def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[list[np.ndarray], float]:
-    """Relative costs of the items of each pass of a run, in the order in which they are handed out; and what all would cost in
-    one item a head."""
+def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int) -> tuple[list[_Pass], float]:
+    """Relative costs of the items of each pass of a run, in the order in which they are handed out, and their chains; and what
+    all would cost in one item a head."""
     B, H, Hkv, _, _, _, _ = problem.shape
     passes = [np.frombuffer(items, ITEM) for items in _core.items(problem, name, backward, rows, threads)]
     if BY_NAME[name] is DECODE:         # any chunk with keys to read as a whole one; to merge them is next to nothing
@@ -241,16 +249,26 @@ def _passes(problem: Problem, name: str, backward: bool, threads: int, rows: int
         read = (chunks["key"] < end) & (chunks["key"] + chunks["keys"] > first)
         heads_of = np.minimum(_core.decode_neighbours(problem, threads), Hkv - chunks["head"])
         each = np.where(read, chunks["keys"].max(initial=0) * heads_of, 0)
-        return [_together(problem, each, threads, decode=True), np.zeros(len(heads))], float(each.sum())
+        return [(_together(problem, each, threads, decode=True), None), (np.zeros(len(heads)), None)], float(each.sum())
     if BY_NAME[name] is TILED and not backward:
         of = _pairs_of_items(problem, passes[0])
         items, *merged = _costs_of_blocks(problem, of, *passes)
-        costs = [items if merged or problem.parts else _together(problem, items, threads), *merged]
-        return costs, float(of.sum())           # what smaller blocks and runs cost beside is lost
+        first = items if merged or problem.parts else _together(problem, items, threads)
+        chains = _chains(problem, passes[0]) if merged else None
+        return [(first, chains), *((x, None) for x in merged)], float(of.sum())     # what is cut costs more: that is lost
     stacked = np.tile(pairs(problem), (1, H // Hkv if Hkv else 0))
     before = np.concatenate((np.zeros((B, 1), np.int64), stacked.cumsum(1)), axis=1)     # pairs of the rows before each
     costs = [before[items["b"], items["row"] + items["rows"]] - before[items["b"], items["row"]] for items in passes]
-    return costs, float(sum(x.sum() for x in costs))
+    return [(x, None) for x in costs], float(sum(x.sum() for x in costs))
+
+
+def _chains(problem: Problem, items: np.ndarray) -> np.ndarray:
+    """Of items of "tiled" forward: those with parts of a run of keys of the same rows have the same number, others -1."""
+    size, rows, runs = _core.tile_sizes()[0] // 4, problem.shape[3] * problem.shape[1], -(-problem.shape[4] // _core.RUN_KEYS)
+    end = np.minimum(items["key"] // _core.RUN_KEYS * _core.RUN_KEYS + _core.RUN_KEYS, problem.shape[4])
+    whole = (items["key"] % _core.RUN_KEYS == 0) & (items["key"] + items["keys"] >= end)
+    place = (items["b"] * problem.shape[2] + items["head"]) * (rows // size + 1) + items["row"] // size
+    return np.where(whole, -1, place * runs + items["key"] // _core.RUN_KEYS)
 
 
 def _costs_of_blocks(problem: Problem, of: np.ndarray, items: np.ndarray, merges: np.ndarray | None = None) -> list[np.ndarray]:
@@ -265,7 +283,7 @@ def _costs_of_blocks(problem: Problem, of: np.ndarray, items: np.ndarray, merges
     if merges is None:
         return [costs]
     runs: Counter[tuple[int, int, int]] = Counter()         # of each of the fewest rows
-    for b, h, row, many, _, _ in items[in_runs].tolist():
+    for b, h, row, many, _, _ in items[in_runs & (items["key"] % _core.RUN_KEYS == 0)].tolist():
         runs.update((b, h, at) for at in range(row, row + many, size // 4))
     left = np.array([runs[b, h, row] for b, h, row, _, _, _ in merges.tolist()])
     return [costs, _core.RUN_COST * left * merges["rows"]]
@@ -286,8 +304,8 @@ def _balance(problem: Problem, name: str, backward: bool, threads: int, rows: in
         return busy, max(whole, (B * Hkv - whole) * -(-Lk // keys) * (-(-blocks // share) if share else 1))
     passes, work = _passes(problem, name, backward, threads, rows)
     at_work = min(threads, _core.MOST_IN_BLAS) if BY_NAME[name].by_blas else threads
-    span = sum(makespan(p, at_work) for p in passes if p.any())
-    return work / threads / span if work else 1.0, max(map(len, passes))
+    span = sum(makespan(costs, at_work, chains) for costs, chains in passes if costs.any())
+    return work / threads / span if work else 1.0, max(len(costs) for costs, _ in passes)
 
 
 def _pairs_of_items(problem: Problem, items: np.ndarray) -> np.ndarray:

@@ -665,30 +665,6 @@ static void FMHA_NAME(gradient_tile)(FMHA_NAME(backward) *w, const FMHA_NAME(row
     }
 }
 
-/* The turns at sums of a head that is split, at a block's of grad_q or at a tile's of grad_k and grad_v: how many items have had
- * theirs, and the number of this one. */
-typedef struct {
-    int *taken, number;
-} FMHA_NAME(turn);
-
-static int FMHA_NAME(has_come)(const FMHA_NAME(turn) *turn)
-{
-    return __atomic_load_n(turn->taken, __ATOMIC_ACQUIRE) == turn->number;
-}
-
-/* Waits for the turn; 0 if the run is to stop. A turn without a counter is at once. */
-static int FMHA_NAME(wait_for)(const FMHA_NAME(turn) *turn)
-{
-    for (unsigned looks = 1; turn->taken && !FMHA_NAME(has_come)(turn); looks++)
-        if (!fmha_pool_waits(looks)) return 0;
-    return 1;
-}
-
-static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
-{
-    if (turn->taken) __atomic_store_n(turn->taken, turn->number + 1, __ATOMIC_RELEASE);
-}
-
 /* The turn at a block is over: before that, the sums of P that have waited for it are added. */
 static void FMHA_NAME(end_turn_of_block)(FMHA_NAME(backward) *w, const FMHA_NAME(rows) *block,
                                          const FMHA_NAME(packed) *packed, const FMHA_NAME(turn) *turn)

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define EVEN 0.98               /* of the threads busy: no other way is looked for */
+#define LATER 1.04              /* times as late as even work: what ends later is cut */
 #define LOOKED_AT 8             /* rows of a block, which may be those of several heads */
 #define LEAST_ROWS (FMHA_BLOCK_ROWS / 4)
 #define MOST_ITEMS (1 << 15)    /* of blocks that are cut */
@@ -21,6 +22,7 @@
 typedef struct {
     fmha_item item;
     double cost;
+    ptrdiff_t chain;            /* of parts of keys: each waits for the one before it in its chain */
 } priced_item;
 
 typedef struct {
@@ -32,13 +34,14 @@ typedef struct {
     const fmha_problem *p;
     fmha_cut cut;               /* into whole blocks */
     ptrdiff_t blocks;
-    int threads, alike;         /* alike: all whole blocks cost the same */
+    int threads, alike, parts;  /* alike: all whole blocks cost the same; parts: keys may be cut into such, smaller than runs */
     double *busy, *ahead;       /* until when each thread is, and is with the first blocks of a way, whole */
     ptrdiff_t known;            /* how many blocks these are */
     ptrdiff_t room;             /* items that the lists have memory for: */
     priced_items fresh;         /* as they come */
     priced_items cut_blocks;    /* of the blocks behind the first ones, in runs or not, of all rows, the longest first */
-    priced_items pieces;        /* of the last of these, of fewer rows */
+    priced_items pieces;        /* of the last of these, of fewer rows or of parts of their keys as well */
+    double *ready;              /* of each chain of such parts, when its last one so far ends */
     double merging;             /* what remains to be merged behind all items costs, and in how many items that is done */
     ptrdiff_t merges;
     double least, even;         /* the time of the best way so far; no way takes less */
@@ -82,20 +85,20 @@ static void runs_of(const fmha_problem *p, const fmha_item *block, ptrdiff_t *fi
 }
 
 /* One more item of the fresh ones. Returns 0 where there is no memory for it. */
-static int add_item(schedule *s, const fmha_item *item, double cost)
+static int add_item(schedule *s, const fmha_item *item, double cost, ptrdiff_t chain)
 {
     if (s->fresh.many == s->room) return 0;
-    s->fresh.items[s->fresh.many++] = (priced_item){*item, cost};
+    s->fresh.items[s->fresh.many++] = (priced_item){*item, cost, chain};
     return 1;
 }
 
-/* The same items again as the last ones, so many, but of another head. */
-static int add_like(schedule *s, ptrdiff_t many, ptrdiff_t h)
+/* The same items again as the last ones, so many, but of another head, and so many chains behind those. */
+static int add_like(schedule *s, ptrdiff_t many, ptrdiff_t h, ptrdiff_t chains)
 {
     for (ptrdiff_t n = 0; n < many; n++) {
         priced_item like = s->fresh.items[s->fresh.many - many];
         like.item.h = h;
-        if (!add_item(s, &like.item, like.cost)) return 0;
+        if (!add_item(s, &like.item, like.cost, like.chain < 0 ? -1 : like.chain + chains)) return 0;
     }
     return 1;
 }
@@ -134,7 +137,7 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
     for (ptrdiff_t n = first; n < s->blocks; n++) {
         const fmha_item block = fmha_item_of(&s->cut, n);
         if (block.b == before.b && block.i0 == before.i0) {
-            if (!add_like(s, many, block.h)) return 0;
+            if (!add_like(s, many, block.h, 0)) return 0;
             left_behind(s, &block, left);
             continue;
         }
@@ -143,13 +146,13 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
         before = block;
         left = 0;
         if (end - low <= 1) {
-            if (!add_item(s, &block, pairs_of(p, &block))) return 0;
+            if (!add_item(s, &block, pairs_of(p, &block), 0)) return 0;
         } else {
             for (ptrdiff_t run = low > 0 ? low - 1 : 0; run < end; run++) {
                 fmha_item item = block;
                 item.j0 = run < low ? 0 : run * FMHA_RUN_KEYS;
                 item.cols = p->Lk - item.j0 < FMHA_RUN_KEYS ? p->Lk - item.j0 : FMHA_RUN_KEYS;
-                if (!add_item(s, &item, pairs_of(p, &item) + (double)item.rows * cost_of_run())) return 0;
+                if (!add_item(s, &item, pairs_of(p, &item) + (double)item.rows * cost_of_run(), 0)) return 0;
                 left++;
             }
         }
@@ -160,31 +163,66 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
     return 1;
 }
 
-/* So many of these items, the last ones, become pieces of so many rows. Returns 0 where there is no memory for them. */
-static int cut_rows(schedule *s, ptrdiff_t fine, ptrdiff_t rows)
+/* Of an item, or where it has several runs of the first. */
+static ptrdiff_t keys_of_run(const fmha_item *item) { return item->cols < FMHA_RUN_KEYS ? item->cols : FMHA_RUN_KEYS; }
+
+/* Whether the keys of an item may be cut into parts, each of which goes on from what the one before has left: it has one run of
+ * keys, the one that it begins with, and several parts of it. */
+static int has_parts(const schedule *s, const fmha_item *item, ptrdiff_t keys)
 {
-    const fmha_problem *p = s->p;
-    fmha_item before = {.b = -1};
-    ptrdiff_t many = 0;
-    s->fresh.many = 0;
-    for (ptrdiff_t n = s->cut_blocks.many - fine; n < s->cut_blocks.many; n++) {
-        const fmha_item whole = s->cut_blocks.items[n].item;
-        if (whole.b == before.b && whole.i0 == before.i0 && whole.j0 == before.j0) {
-            if (!add_like(s, many, whole.h)) return 0;
-            continue;
-        }
-        const ptrdiff_t from = s->fresh.many;
-        for (ptrdiff_t row = 0; row < whole.rows; row += rows) {
-            fmha_item item = whole;
-            item.i0 += row;
-            item.rows = whole.rows - row < rows ? whole.rows - row : rows;
-            const double run = item.cols < p->Lk ? (double)item.rows * cost_of_run() : 0;
-            if (!add_item(s, &item, pairs_of(p, &item) * cost_of_pair(item.rows, whole.rows) + run)) return 0;
-        }
-        before = whole;
-        many = s->fresh.many - from;
+    ptrdiff_t first = 0, end = 1;
+    if (item->cols == s->p->Lk && s->p->Lk > FMHA_RUN_KEYS) runs_of(s->p, item, &first, &end);
+    return first == 0 && end <= 1 && item->cols > keys;
+}
+
+/* The pieces of so many rows of an item, number n of those that are cut: of all its keys or, where `keys` is not 0, of so many
+ * from `from` keys behind the first on. Returns 0 where there is no memory for them. */
+static int add_pieces(schedule *s, const fmha_item *whole, ptrdiff_t n, ptrdiff_t rows, ptrdiff_t from, ptrdiff_t keys)
+{
+    for (ptrdiff_t row = 0; row < whole->rows; row += rows) {
+        fmha_item item = *whole;
+        item.i0 += row;
+        item.rows = whole->rows - row < rows ? whole->rows - row : rows;
+        if (keys) item.j0 += from, item.cols = keys_of_run(whole) - from < keys ? keys_of_run(whole) - from : keys;
+        const double left = item.cols < s->p->Lk ? (double)item.rows * cost_of_run() : 0;
+        const double cost = pairs_of(s->p, &item) * cost_of_pair(item.rows, whole->rows) + left;
+        if (!add_item(s, &item, cost, keys ? (n * FMHA_BLOCK_ROWS + row) / rows : -1)) return 0;
     }
-    sort_items(s, &s->pieces);
+    return 1;
+}
+
+/* So many of these items, the last ones, become pieces of so many rows and, unless `keys` is 0, where they may, of parts of so
+ * many keys: those that most others of their run wait for first, so that the last parts of all come last. Returns 0 where there
+ * is no memory for them. */
+static int cut_finely(schedule *s, ptrdiff_t fine, ptrdiff_t rows, ptrdiff_t keys)
+{
+    const priced_item *last = s->cut_blocks.items + s->cut_blocks.many - fine;
+    const ptrdiff_t most = keys ? fmha_parts(FMHA_RUN_KEYS, keys) : 1;
+    s->fresh.many = 0;
+    for (ptrdiff_t left = most; left > 0; left--) {
+        fmha_item before = {.b = -1};
+        ptrdiff_t many = 0;
+        for (ptrdiff_t n = 0; n < fine; n++) {
+            const fmha_item whole = last[n].item;
+            if (whole.b == before.b && whole.i0 == before.i0 && whole.j0 == before.j0) {
+                if (!add_like(s, many, whole.h, FMHA_BLOCK_ROWS / rows)) return 0;
+                continue;
+            }
+            const ptrdiff_t already = s->fresh.many;
+            const ptrdiff_t parts = keys && has_parts(s, &whole, keys) ? fmha_parts(keys_of_run(&whole), keys) : 0;
+            before = whole;
+            if (parts == 0 && left == most && !add_pieces(s, &whole, n, rows, 0, 0)) return 0;
+            if (parts >= left && !add_pieces(s, &whole, n, rows, (parts - left) * keys, keys)) return 0;
+            many = s->fresh.many - already;
+        }
+    }
+    if (keys == 0) {
+        sort_items(s, &s->pieces);
+        return 1;
+    }
+    memcpy(s->pieces.items, s->fresh.items, (size_t)s->fresh.many * sizeof *s->fresh.items);
+    s->pieces.many = s->fresh.many;
+    s->fresh.many = 0;
     return 1;
 }
 
@@ -223,6 +261,35 @@ static int hand_out_items(schedule *s, const priced_item *items, ptrdiff_t many,
     return 1;
 }
 
+/* The same of pieces, which may wait for those before them in their chain. */
+static int hand_out_pieces(schedule *s, ptrdiff_t chains, double limit)
+{
+    for (ptrdiff_t n = 0; n < chains; n++) s->ready[n] = 0;
+    for (ptrdiff_t n = 0; n < s->pieces.many; n++) {
+        const priced_item *piece = s->pieces.items + n;
+        double *ready = piece->chain < 0 ? NULL : s->ready + piece->chain;
+        const double from = ready && *ready > s->busy[0] ? *ready : s->busy[0], until = from + piece->cost;
+        if (until >= limit) return 0;
+        fmha_take(s->busy, s->threads, until);
+        if (ready) *ready = until;
+    }
+    return 1;
+}
+
+/* What is to be merged besides where items, the last so many, that have all their keys become parts of these; and in how many
+ * items. */
+static double merging_of_parts(const schedule *s, ptrdiff_t fine, ptrdiff_t keys, ptrdiff_t *merges)
+{
+    double cost = 0;
+    for (ptrdiff_t n = s->cut_blocks.many - fine; keys && n < s->cut_blocks.many; n++) {
+        const fmha_item *item = &s->cut_blocks.items[n].item;
+        if (item->cols < s->p->Lk || !has_parts(s, item, keys)) continue;
+        cost += cost_of_run() * (double)item->rows;
+        *merges += fmha_parts(item->rows, LEAST_ROWS);
+    }
+    return cost;
+}
+
 static double work_of(const priced_item *items, ptrdiff_t many)
 {
     double work = 0;
@@ -232,30 +299,49 @@ static double work_of(const priced_item *items, ptrdiff_t many)
 
 /* Whether the items at hand, the last of which become pieces of fewer rows, behind so many whole blocks, end before the best way
  * so far; these are the best then. */
-static void try_way(schedule *s, ptrdiff_t whole, int runs, ptrdiff_t rows, ptrdiff_t fine)
+static void try_way(schedule *s, ptrdiff_t whole, int runs, ptrdiff_t rows, ptrdiff_t fine, ptrdiff_t keys)
 {
-    const ptrdiff_t others = s->cut_blocks.many - fine;
-    const double items = (double)(others + fine * (FMHA_BLOCK_ROWS / rows));
-    const double merging = s->merges ? s->merging / (double)s->merges * (double)fmha_parts(s->merges, s->threads) : 0,
-            limit = s->least - merging;
     if (EVEN * s->least <= s->even) return;
+    const ptrdiff_t others = s->cut_blocks.many - fine, chains = fine * (FMHA_BLOCK_ROWS / rows);
+    const double items = (double)(others + chains * (keys ? fmha_parts(FMHA_RUN_KEYS, keys) : 1));
+    ptrdiff_t merges = s->merges;
+    double merging = s->merging + merging_of_parts(s, fine, keys, &merges);
+    merging *= merges ? (double)fmha_parts(merges, s->threads) / (double)merges : 0;
+    const double limit = s->least - merging;
     if (items > s->left) {
         s->left_out = 1;
         return;
     }
     s->left -= items;
     s->pieces.many = 0;
-    if (fine && !cut_rows(s, fine, rows)) return;
+    if (fine && !cut_finely(s, fine, rows, keys)) return;
     double work = work_of(s->cut_blocks.items, others) + work_of(s->pieces.items, s->pieces.many);
     for (int n = 0; n < s->threads; n++) work += s->ahead[n];
     if (work >= limit * s->threads) return;
     memcpy(s->busy, s->ahead, (size_t)(s->threads + 1) * sizeof *s->busy);
-    if (!hand_out_items(s, s->cut_blocks.items, others, limit) || !hand_out_items(s, s->pieces.items, s->pieces.many, limit)) return;
+    if (!hand_out_items(s, s->cut_blocks.items, others, limit) || !hand_out_pieces(s, chains, limit)) return;
     s->least = fmha_end(s->busy, s->threads) + merging;
     s->best.whole = whole;
     s->best.runs = runs;
     s->best.rows = rows;
     s->best.fine = fine;
+    s->best.keys = keys;
+}
+
+/* How many of the items at hand, the last ones, come behind the first that would end later than all do where the work is even,
+ * or so many times as late. */
+static ptrdiff_t beyond(schedule *s, double times)
+{
+    double work = work_of(s->cut_blocks.items, s->cut_blocks.many);
+    ptrdiff_t n = 0;
+    for (int t = 0; t < s->threads; t++) work += s->ahead[t];
+    memcpy(s->busy, s->ahead, (size_t)(s->threads + 1) * sizeof *s->busy);
+    for (; n < s->cut_blocks.many; n++) {
+        const double until = s->busy[0] + s->cut_blocks.items[n].cost;
+        if (until > times * work / s->threads) break;
+        fmha_take(s->busy, s->threads, until);
+    }
+    return s->cut_blocks.many - n;
 }
 
 /* All ways with so many whole blocks. */
@@ -272,13 +358,15 @@ static void try_ways(schedule *s, ptrdiff_t whole, int runs)
         }
         if (s->known != whole) hand_out(s, whole, INFINITY);
         if (!cut_keys(s, whole, in_runs)) return;
-        const ptrdiff_t many = s->cut_blocks.many;
-        const ptrdiff_t over = many % threads, fine[] = {many, over, over + threads / 2, over + threads, threads / 4, threads / 2, threads,
-                                                         2 * threads, many / 4, many / 2, many - many / 4};
-        if (in_runs) try_way(s, whole, 1, FMHA_BLOCK_ROWS, 0);
-        for (ptrdiff_t rows = FMHA_BLOCK_ROWS / 2; rows >= LEAST_ROWS; rows /= 2)
-            for (int n = 0; n < (in_runs ? (int)(sizeof fine / sizeof *fine) : 1); n++)
-                if (fine[n] > 0 && fine[n] <= many && (n == 0 || fine[n] < many)) try_way(s, whole, in_runs, rows, fine[n]);
+        const ptrdiff_t many = s->cut_blocks.many, over = many % threads;
+        const ptrdiff_t fine[] = {many, beyond(s, 1), beyond(s, LATER), over, over + threads / 2, over + threads, threads / 4, threads / 2,
+                                  threads, 2 * threads, many / 4, many / 2, many - many / 4};
+        const int in_parts = s->parts && (in_runs || s->p->Lk <= FMHA_RUN_KEYS);
+        if (in_runs) try_way(s, whole, 1, FMHA_BLOCK_ROWS, 0, 0);
+        for (ptrdiff_t keys = 0; keys <= (in_parts ? FMHA_TILE_KEYS : 0); keys += FMHA_TILE_KEYS)
+            for (ptrdiff_t rows = keys ? FMHA_BLOCK_ROWS : FMHA_BLOCK_ROWS / 2; rows >= LEAST_ROWS; rows /= keys ? 4 : 2)
+                for (int n = 0; n < (in_runs || keys ? (int)(sizeof fine / sizeof *fine) : 1); n++)
+                    if (fine[n] > 0 && fine[n] <= many && (n == 0 || fine[n] < many)) try_way(s, whole, in_runs, rows, fine[n], keys);
     }
 }
 
@@ -290,7 +378,8 @@ static int begin_schedule(schedule *s, const fmha_problem *p, int threads, int h
     s->alike = !p->banded && !p->key_start && !p->key_length && fmha_blocks_alike(&s->cut);
     s->busy = malloc((size_t)(2 * (threads + 1)) * sizeof *s->busy);
     s->fresh.items = malloc((size_t)(3 * room) * sizeof *s->fresh.items);
-    if (!s->busy || !s->fresh.items) return 0;
+    s->ready = malloc((size_t)(FMHA_BLOCK_ROWS / LEAST_ROWS * room) * sizeof *s->ready);
+    if (!s->busy || !s->fresh.items || !s->ready) return 0;
     s->ahead = s->busy + threads + 1;
     s->cut_blocks.items = s->fresh.items + room;
     s->pieces.items = s->fresh.items + 2 * room;
@@ -301,6 +390,7 @@ static void end_schedule(schedule *s)
 {
     free(s->busy);
     free(s->fresh.items);
+    free(s->ready);
 }
 
 fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, int *quick)
@@ -321,7 +411,8 @@ fmha_blocks fmha_forward_blocks(const fmha_problem *p, int threads, int runs, in
         if (in_short) s.left = QUICK_ITEMS * s.even / (FMHA_BLOCK_ROWS * FMHA_TILE_KEYS);
         if (s.even > 0) {
             const ptrdiff_t most = hand_out(&s, whole, s.even * (2 - EVEN)), fewer[] = {0, threads / 4, threads / 2, threads, 2 * threads};
-            runs = runs && fmha_parts(p->Lk, FMHA_RUN_KEYS) > 1;
+            s.parts = runs && p->Lk > FMHA_TILE_KEYS;
+            runs = runs && p->Lk > FMHA_RUN_KEYS;
             for (int n = 0; n < 5 && fewer[n] < most; n++) try_ways(&s, most - fewer[n], runs);
             try_ways(&s, 0, runs);
         }
@@ -338,14 +429,14 @@ int fmha_list_blocks(const fmha_problem *p, fmha_blocks *blocks)
 {
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t rest = fmha_items(&cut) - blocks->whole, runs = blocks->runs ? fmha_parts(p->Lk, FMHA_RUN_KEYS) : 1;
-    const ptrdiff_t pieces = FMHA_BLOCK_ROWS / LEAST_ROWS;
+    const ptrdiff_t pieces = FMHA_BLOCK_ROWS / LEAST_ROWS, parts = blocks->keys ? fmha_parts(FMHA_RUN_KEYS, blocks->keys) : 1;
     schedule s;
     blocks->items = blocks->merges = NULL;
     blocks->listed = blocks->merged = 0;
     if (rest <= 0) return 1;
-    int made = begin_schedule(&s, p, 1, blocks->heads_inside, rest * runs * pieces) && cut_keys(&s, blocks->whole, blocks->runs);
+    int made = begin_schedule(&s, p, 1, blocks->heads_inside, rest * runs * pieces * parts) && cut_keys(&s, blocks->whole, blocks->runs);
     const ptrdiff_t many = s.cut_blocks.many, fine = blocks->fine < many ? blocks->fine : many;
-    made = made && cut_rows(&s, fine, blocks->rows);
+    made = made && cut_finely(&s, fine, blocks->rows, blocks->keys);
     blocks->items = malloc((size_t)(blocks->whole + many - fine + s.pieces.many + rest * pieces) * sizeof *blocks->items);
     if (!blocks->items) made = 0;
     if (made) {

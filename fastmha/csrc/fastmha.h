@@ -160,6 +160,8 @@ typedef struct fmha_run {
     char *kept;                 /* what the items of heads that backward splits share, backward_kept elements of each, on a cache line */
     char *chunks;               /* what decode leaves of each of its items, in their order, and tiled of each run of a block */
     ptrdiff_t whole;            /* of tiled: the first block that may be cut into runs */
+    ptrdiff_t part_keys;        /* of tiled where runs are cut into parts: of so many keys, */
+    int *turns;                 /* and how many of them are done, FMHA_RUN_TURNS numbers for the rows of a block; else NULL */
     ptrdiff_t neighbours;       /* of decode: heads of an item, or 1: not by decode_neighbours */
     double reach;               /* of few rows, else 0: bytes of keys and values that are read from one time on to the next time that its
                                  * own are, these included: a cache that does not hold as many has none of them */
@@ -450,7 +452,8 @@ int fmha_mask_ranges(const fmha_problem *p, ptrdiff_t size, const void *removed,
 typedef struct {
     ptrdiff_t whole;            /* blocks of FMHA_BLOCK_ROWS rows that are items with all their keys: the first ones */
     int runs;                   /* whether the others are cut into runs of their keys, the longest first */
-    ptrdiff_t fine, rows;       /* how many of the items behind the whole ones, the last, are cut into pieces of so many rows */
+    ptrdiff_t fine, rows, keys; /* how many of the items behind the whole ones, the last, are cut into pieces of so many rows, and
+                                 * of so many keys; 0: all of the item's */
     int heads_inside;           /* whether the longest blocks of all heads come first, which evens out the end, or head after head,
                                  * whose keys then stay in a cache */
     ptrdiff_t listed, merged;   /* how many items the lists have: */
@@ -490,6 +493,8 @@ static inline ptrdiff_t fmha_runs_left(const fmha_problem *p, const fmha_blocks 
     return blocks->merged ? (fmha_items(&cut) - blocks->whole) * fmha_parts(p->Lk, FMHA_RUN_KEYS) : 0;
 }
 
+#define FMHA_RUN_TURNS 4        /* of a run, by the fewest rows of a piece */
+
 #define FMHA_FEW_THREADS 4      /* up to which heads come one after the other */
 #define FMHA_EVEN_BLOCKS 32     /* for each thread: one more or less then counts for little */
 #define FMHA_MANY_BLOCKS 8      /* for each thread */
@@ -500,14 +505,30 @@ static inline int fmha_blocks_alike(const fmha_cut *cut)
     return cut->rows <= FMHA_BLOCK_ROWS || cut->rows % FMHA_BLOCK_ROWS == 0;
 }
 
+/* How many blocks there would be of the rows alone that attend some key, where causality, windows and ranges say which. */
+static inline double fmha_blocks_at_work(const fmha_problem *p)
+{
+    double rows = 0;
+    for (ptrdiff_t b = 0; b < p->B; b++) {
+        ptrdiff_t first, end;
+        fmha_valid_keys(p, b, &first, &end);
+        double from = 0, to = (double)p->Lq;
+        if (p->banded && (double)(first - p->offset[b]) - (double)p->right > from) from = (double)(first - p->offset[b]) - (double)p->right;
+        if (p->banded && (double)(end - p->offset[b]) + (double)p->left < to) to = (double)(end - p->offset[b]) + (double)p->left;
+        if (first < end && from < to) rows += to - from;
+    }
+    return rows * (double)p->H / FMHA_BLOCK_ROWS;
+}
+
 /* Whether that takes a simulation: not on matrix tiles, whose blocks are whole, but where threads have few blocks each, and
  * these do not come out even. Else blocks are whole. */
 static inline int fmha_blocks_vary(const fmha_problem *p, int threads)
 {
     const fmha_cut cut = fmha_forward_cut(p);
     const ptrdiff_t blocks = fmha_items(&cut);
-    if (p->parts > 0 || threads == 1 || blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
-    if (p->banded || p->key_start || p->key_length) return blocks < 2 * FMHA_MANY_BLOCKS * (ptrdiff_t)threads;
+    if (p->parts > 0 || threads == 1) return 0;
+    if (p->banded || p->key_start || p->key_length) return fmha_blocks_at_work(p) < 2 * FMHA_MANY_BLOCKS * (double)threads;
+    if (blocks >= FMHA_EVEN_BLOCKS * (ptrdiff_t)threads) return 0;
     if (!fmha_blocks_alike(&cut)) return 1;
     return 100 * blocks < 97 * ((blocks + threads - 1) / threads) * threads;
 }

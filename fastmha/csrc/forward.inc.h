@@ -1,6 +1,7 @@
 /* The "tiled" algorithm forward: one block of query rows against its keys, tile after tile, by an online softmax; of keys beyond
  * FMHA_RUN_KEYS every run of so many has a softmax of its own, and they are merged in their order: in one item, or each run in
- * an item and their merging in another, where that keeps more threads busy. The bits are the same. */
+ * an item and their merging in another, or a run in parts, an item each, that go on one after the other, where that keeps more
+ * threads busy. The bits are the same. */
 
 /* Of the rows of a block against some keys: peak and total of each, sums of out (queries, value width). */
 typedef struct {
@@ -224,7 +225,8 @@ enum {
     FMHA_NAME(reduced) = 2,     /* probabilities so small that no sum of finite values overflows */
     FMHA_NAME(raised) = 4,      /* values times SUBNORMAL_LIFT */
     FMHA_NAME(straight) = 8,    /* an ordinary one whose results may be written at once */
-    FMHA_NAME(hopeful) = 16     /* an ordinary one without the keys that an additive mask probably drowns: see is_drowned */
+    FMHA_NAME(hopeful) = 16,    /* an ordinary one without the keys that an additive mask probably drowns: see is_drowned */
+    FMHA_NAME(continued) = 32   /* an ordinary one that goes on: there are sums of out */
 };
 
 /* The factor that makes sums over all keys finite. */
@@ -386,7 +388,7 @@ static inline const char *FMHA_NAME(keys_after)(const fmha_problem *p, const FMH
 }
 
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have
- * no sums of out. Returns whether some tile was touched. */
+ * no sums of out, unless it goes on. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
                                    const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
@@ -394,7 +396,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
     ptrdiff_t lds = block->ld, value_width = block->value_width, ld, ldv;
     REAL *packed = m->packed, *s = m->scores, *out = to->out, *peak = to->peak, *total = to->total, *shrink = m->shrink;
     REAL *copy = m->copy, *converted = m->converted;
-    int partly = 0, none = 1;      /* none: no sums of out yet */
+    int partly = 0, none = !(purpose & FMHA_NAME(continued));      /* none: no sums of out yet */
     const int far = FMHA_NAME(values_far)(run);
     const ptrdiff_t of_key = FMHA_NAME(beside_by)(p, block, p->k.stride[2]);
     const int keys_far = far && block->rows <= KEYS_BESIDE;

@@ -356,22 +356,40 @@ static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const 
     return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES)};
 }
 
-/* Rows of a block against one run of keys. */
+/* The turn of an item that has a part of a run of keys at what the run leaves of its rows; without a counter where it has all. */
+static inline FMHA_NAME(turn) FMHA_NAME(turn_of_part)(const fmha_run *run, const fmha_item *item)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t part = item->j0 % FMHA_RUN_KEYS, end = item->j0 - part + FMHA_RUN_KEYS;
+    if (!run->turns || (part == 0 && item->j0 + item->cols == (end < p->Lk ? end : p->Lk))) return (FMHA_NAME(turn)){NULL, 0};
+    const ptrdiff_t block = fmha_place_of(&run->cut, item) - run->whole;
+    const ptrdiff_t place = block * fmha_parts(p->Lk, FMHA_RUN_KEYS) + item->j0 / FMHA_RUN_KEYS;
+    return (FMHA_NAME(turn)){run->turns + place * FMHA_RUN_TURNS + item->i0 % BLOCK_ROWS / (BLOCK_ROWS / FMHA_RUN_TURNS),
+                             (int)(part / run->part_keys)};
+}
+
+/* Rows of a block against one run of keys, or a part of it, which goes on from what the part before has left. */
 static __attribute__((noinline)) void FMHA_NAME(run_of_keys)(const fmha_run *run, const fmha_item *item, int worker)
 {
     FMHA_NAME(rows) block;
     FMHA_NAME(forward_memory) m;
     FMHA_NAME(block_rows)(&run->p, &block, item->b, item->h, item->i0, item->rows);
     const FMHA_NAME(softmaxes) to = FMHA_NAME(run_at)(run, item, item->j0);
-    const int meets = FMHA_NAME(meets_run)(&block, item->j0);
-    if (meets || item->j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item->j0, &to);       /* others are left out of the merging */
-    if (!meets && item->j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
+    const ptrdiff_t part = item->j0 % FMHA_RUN_KEYS;
+    const int meets = FMHA_NAME(meets_run)(&block, item->j0 - part);
+    if (part == 0) {
+        if (meets || item->j0 == 0) FMHA_NAME(begin_run)(&run->p, &block, item->j0, &to);       /* others are left out of the merging */
+        if (!meets && item->j0 == 0) memset(to.out, 0, (size_t)(block.rows * block.value_width) * sizeof(REAL));
+    }
     if (!meets) return;
+    const FMHA_NAME(turn) turn = FMHA_NAME(turn_of_part)(run, item);
     FMHA_NAME(mask_rows)(&run->p, &block, item->j0, item->j0 + item->cols);
     FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(&run->p);
     const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
-    FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item->j0, item->j0 + item->cols, 0);
+    if (!FMHA_NAME(wait_for)(&turn)) return;
+    FMHA_NAME(forward_keys)(run, &block, &m, lift, &to, item->j0, item->j0 + item->cols, part ? FMHA_NAME(continued) : 0);
+    FMHA_NAME(end_turn)(&turn);
 }
 
 /* Of a band that is narrow in heads that lie far away a thread at work on item `index` fetches what the next item reads beside:

@@ -326,6 +326,7 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
     FMHA_NAME(gemm_layout)(M, N, K, scratch, &memory);
     REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
     const ptrdiff_t wide = packed ? N : GEMM_WIDE;
+    const int add_bias = last->bias && !last->residual && last->activation == FMHA_NO_ACTIVATION;
     if (K == 0) {
         for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
@@ -357,16 +358,18 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
                     /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                     REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                     ptrdiff_t ld_to = whole == columns ? ldc : ld;
+                    const int by_product = add_bias && k0 + depth == K && to == c;
+                    const REAL *bias = by_product ? (const REAL *)last->bias + n0 : NULL;
                     if (k0 == 0 || to == edge)
-                        PRODUCT(FMHA_SET | FMHA_FETCH, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, a);
-                    else PRODUCT(FMHA_ADD | FMHA_FETCH, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, a);
+                        PRODUCT(FMHA_SET | FMHA_FETCH | FMHA_BIAS, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, bias);
+                    else PRODUCT(FMHA_ADD | FMHA_FETCH | FMHA_BIAS, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, bias);
                     if (to == edge)
                         for (ptrdiff_t m = 0; m < rows; m++)
                             for (ptrdiff_t n = 0; n < columns; n++) {
                                 REAL sum = edge[m * ld + n];
                                 c[m * ldc + n] = k0 == 0 ? sum : c[m * ldc + n] + sum;
                             }
-                    if (k0 + depth == K) {      /* while the block is in the caches */
+                    if (k0 + depth == K && !by_product) {       /* while the block is in the caches */
                         fmha_finish part = fmha_finish_at(last, m0, n0, sizeof(REAL));
                         FMHA_NAME(finish)(rows, columns, c, ldc, &part);
                     }

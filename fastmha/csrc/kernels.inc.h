@@ -21,8 +21,8 @@
  * asked for before the sums begin, where it lies far away, and so is b some rows ahead; with FMHA_FETCH_ROWS the next rows of a
  * are, which lie along the sum: so many short streams at a time that no CPU guesses them. What lies `beside` is fetched for
  * later: beside the rows of a where those are fetched, beside those of results, else beside those of b. */
-enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FIRST, FMHA_RESULTS_OF, FMHA_FETCH = 8, FMHA_FETCH_ROWS = 16 };
-#define FMHA_ACTION(init) ((init) & ~(FMHA_FETCH | FMHA_FETCH_ROWS))
+enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FIRST, FMHA_RESULTS_OF, FMHA_FETCH = 8, FMHA_FETCH_ROWS = 16, FMHA_BIAS = 32 };
+#define FMHA_ACTION(init) ((init) & ~(FMHA_FETCH | FMHA_FETCH_ROWS | FMHA_BIAS))
 
 #define BLOCK_ROWS FMHA_BLOCK_ROWS
 #define TILE_KEYS FMHA_TILE_KEYS

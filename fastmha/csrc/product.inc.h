@@ -94,6 +94,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
             if (FMHA_ACTION(init) == FMHA_FIRST) sum[r][v] = (v_splat(0) + sum[r][v]) * scale[0];
             if (FMHA_ACTION(init) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
             if (FMHA_ACTION(init) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * scale[r] + sum[r][v];
+            if ((init & FMHA_BIAS) && scale) sum[r][v] = sum[r][v] + v_load(scale + v * LANES);
             v_store(to, sum[r][v]);
         }
 #pragma GCC unroll 12
@@ -110,9 +111,12 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
      : FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES \
      : (init) & FMHA_FETCH_ROWS ? (ld_beside != FMHA_IN_A_ROW ? beside + r * ld_beside : done ? NULL : beside + r * depth * (ptrdiff_t)sizeof(REAL)) \
      : r > 0 ? NULL : beside + done * FMHA_VECTOR_BYTES * (ld_beside == FMHA_IN_A_ROW ? depth : 1))
+#define SCALE_AT(init) \
+    (FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r \
+     : ((init) & FMHA_BIAS) && scale ? scale + done * LANES : scale)
 #define MICRO_AT(mr, nv) \
     FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
-                     FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r : scale, BESIDE(init), \
+                     SCALE_AT(init), BESIDE(init), \
                      ld_beside, results, results ? results->width - done * LANES : 0)
 /* 8 rows are two tiles of 4: in one of 2 behind one of 6, each step would wait for the sums of the one before. */
 #define MICRO(mr, nv) \

@@ -603,3 +603,26 @@ static void FMHA_NAME(hyperbolic_tangent)(ptrdiff_t n, const void *x_, void *y_)
     REAL *y = y_;
     for (ptrdiff_t j = 0; j < n; j += LANES) v_store_n(y + j, FMHA_NAME(tanh)(v_load_n(x + j, n - j, 0)), n - j);
 }
+
+/* The turns of items at sums that several add to, one after the other: how many have had theirs, and the number of this one. */
+typedef struct {
+    int *taken, number;
+} FMHA_NAME(turn);
+
+static int FMHA_NAME(has_come)(const FMHA_NAME(turn) *turn)
+{
+    return __atomic_load_n(turn->taken, __ATOMIC_ACQUIRE) == turn->number;
+}
+
+/* Waits for the turn; 0 if the run is to stop. A turn without a counter is at once. */
+static int FMHA_NAME(wait_for)(const FMHA_NAME(turn) *turn)
+{
+    for (unsigned looks = 1; turn->taken && !FMHA_NAME(has_come)(turn); looks++)
+        if (!fmha_pool_waits(looks)) return 0;
+    return 1;
+}
+
+static void FMHA_NAME(end_turn)(const FMHA_NAME(turn) *turn)
+{
+    if (turn->taken) __atomic_store_n(turn->taken, turn->number + 1, __ATOMIC_RELEASE);
+}

@@ -5,10 +5,10 @@ from libc.string cimport memset
 
 from fastmha._kernels cimport (
     FMHA_BLOCK_ROWS, FMHA_CHUNK_KEYS, FMHA_DECODE_ROWS, FMHA_MEND, FMHA_PREPARE, FMHA_REACH_ROWS, FMHA_RESTART, FMHA_RESULTS,
-    FMHA_SHARES, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE, fmha_backward_cut, fmha_backward_split, fmha_blocks, fmha_blocks_cut,
-    fmha_blocks_vary, fmha_by_heads, fmha_copies_cut, fmha_cut, fmha_forward_blocks, fmha_free_blocks, fmha_heads_cut,
-    fmha_in_copies, fmha_items, fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem, fmha_run,
-    fmha_runs_left, fmha_split, fmha_task,
+    FMHA_RUN_TURNS, FMHA_SHARES, FMHA_TILE_KEYS, FMHA_TURNS, FMHA_WHOLE, fmha_backward_cut, fmha_backward_split, fmha_blocks,
+    fmha_blocks_cut, fmha_blocks_vary, fmha_by_heads, fmha_copies_cut, fmha_cut, fmha_forward_blocks, fmha_free_blocks,
+    fmha_heads_cut, fmha_in_copies, fmha_items, fmha_kernels, fmha_list_blocks, fmha_mask_cut, fmha_pool_run, fmha_problem,
+    fmha_run, fmha_runs_left, fmha_split, fmha_task,
 )
 
 
@@ -24,8 +24,9 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     C-contiguous or None.
 
     blocks: how many blocks, the first ones, have 64 rows and all keys; whether the others are in runs of their keys; of how
-    many rows, 16, 32 or 64, pieces of such items are, and how many of them, the last ones, become such; whatever the threads.
-    None: as is best for these. The bits are the same. Not on matrix tiles.
+    many rows, 16, 32 or 64, pieces of such items are, and how many of them, the last ones, become such; of how many keys, a
+    multiple of 192, or 0: of all, of the item or, where the item has one run, of the run; whatever the threads. None: as is best
+    for these. The bits are the same. Not on matrix tiles.
     """
     cdef fmha_run c
     cdef Blocks named = None
@@ -33,7 +34,8 @@ def tiled_forward(Problem problem, out, lse, weights, int threads, blocks=None):
     read_array(out, &c.out, NULL, problem.element_size, True)
     if blocks is not None and c.p.parts == 0:
         named = Blocks()
-        named.c.whole, named.c.runs, named.c.rows, named.c.fine = blocks
+        named.c.whole, named.c.runs, named.c.rows, named.c.fine, named.c.keys = blocks
+        named.c.keys = 0 if weights is not None else named.c.keys
         named.c.runs = named.c.runs and weights is None         # whose softmax runs over all keys
         named.c.heads_inside = True
         named.list_items(&c.p)
@@ -97,14 +99,21 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, Blocks named) exce
 cdef int run_and_merge(fmha_run *c, Problem problem, const fmha_blocks *blocks, int threads) except -1:
     """`run_tiled` where some blocks are cut into runs of keys: a second pass merges these."""
     cdef const fmha_kernels *kernels = kernel_tables[problem.is_double]
-    cdef Scratch runs = Scratch(fmha_runs_left(&c.p, blocks) * kernels.run_scratch(&c.p) * problem.itemsize, 1)
+    cdef ptrdiff_t left = fmha_runs_left(&c.p, blocks), turns = bytes_of_turns(left, blocks)
+    cdef Scratch runs = Scratch(left * kernels.run_scratch(&c.p) * problem.itemsize, 1), done = Scratch(turns, 1)
     c.chunks = runs.start
-    c.whole = blocks.whole
+    c.whole, c.part_keys, c.turns = blocks.whole, blocks.keys, <int *>done.start if turns else NULL
+    if turns:
+        memset(c.turns, 0, turns)
     with nogil:
         if fmha_pool_run(kernels.tiled_forward, c, fmha_items(&c.cut), threads):
             c.cut = fmha_blocks_cut(&c.p, blocks, True)
             fmha_pool_run(kernels.tiled_merge, c, fmha_items(&c.cut), threads)
     return finish()
+
+
+cdef ptrdiff_t bytes_of_turns(ptrdiff_t left, const fmha_blocks *blocks) noexcept nogil:
+    return left * FMHA_RUN_TURNS * <ptrdiff_t>sizeof(int) if blocks.keys else 0
 
 
 cdef Blocks blocks_for(const fmha_problem *p, int threads, bint runs, bint running, fmha_blocks *blocks):
@@ -356,5 +365,5 @@ def tiled_scratch(Problem problem, bint backward, int threads):
                 0 if by_heads else heads * kernels.matrix_bytes(&problem.c))
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, False, &blocks)
-    cdef ptrdiff_t shared = fmha_runs_left(&problem.c, &blocks) * kernels.run_scratch(&problem.c)
-    return kernels.forward_scratch(&problem.c) * problem.itemsize, shared * problem.itemsize
+    cdef ptrdiff_t left = fmha_runs_left(&problem.c, &blocks), shared = left * kernels.run_scratch(&problem.c) * problem.itemsize
+    return kernels.forward_scratch(&problem.c) * problem.itemsize, shared + bytes_of_turns(left, &blocks)

@@ -86,6 +86,7 @@ def test_packed_weights_give_the_bits_for_every_number_of_rows(isa, dtype, rng):
         expected = own(a, b, n, bias)
         assert_product(expected, a, b, bias)
         assert same_bits(own(a, b, n, bias, algorithms.packed_weights(b), 3), expected), (m, n)
+        assert same_bits(own(a, b, n) + bias, expected), (m, n)     # added last, wherever that is done
 
 
 @dtypes

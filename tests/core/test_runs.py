@@ -1,6 +1,7 @@
 """Runs of keys of a tiled forward pass: a softmax each, merged in their order, in one item or in many, with the same bits.
 
 A run is 768 keys, and many items are made of it where blocks of 64 rows are few for the threads: lengths here lie around both.
+At the end of a pass a run is cut into tiles of 192 keys, each of which goes on from the one before.
 """
 
 import numpy as np
@@ -11,7 +12,7 @@ import fastmha
 from fastmha import _core, planning
 from fastmha.validate import Rules, attention_problem
 
-RUN = 768
+RUN, TILE = 768, 192
 SHAPES = [  # H, Hkv, Lq, Lk, D, Dv
     (1, 1, 1, RUN, 8, 8),
     (1, 1, 65, RUN + 1, 9, 8),
@@ -51,12 +52,15 @@ def test_runs_of_keys_agree_with_the_oracle_and_have_the_bits_of_one_item(shape,
             assert same_bits(x, y)
 
 
-# how many blocks are whole, and whether the others are in runs of keys; rows of pieces, and how many of those become such
+# how many blocks are whole, and whether the others are in runs of keys; rows of pieces, and how many of those become such; keys
+# of pieces, of those that are of one run, or 0: all
 ALL = 1 << 20
-CUTS = [(0, runs, rows, ALL) for rows in (16, 32, 64) for runs in (False, True)] + [
-    (3, False, 16, ALL), (1, False, 32, 1), (5, True, 16, ALL), (2, True, 32, ALL), (0, True, 16, 4), (0, True, 32, 1),
-    (1, True, 16, 3), (2, False, 32, 3), (3, False, 16, 2), (1, True, 64, 0), (2, True, 32, 5), (0, True, 16, 7)]
-WHOLE = (ALL, False, 64, 0)
+CUTS = [(0, runs, rows, ALL, keys) for rows in (16, 32, 64) for runs in (False, True) for keys in (0, 192)] + [
+    (3, False, 16, ALL, 0), (1, False, 32, 1, 0), (5, True, 16, ALL, 0), (2, True, 32, ALL, 0), (0, True, 16, 4, 0),
+    (0, True, 32, 1, 0), (1, True, 16, 3, 0), (2, False, 32, 3, 0), (3, False, 16, 2, 0), (1, True, 64, 0, 0),
+    (2, True, 32, 5, 0), (0, True, 16, 7, 0), (0, True, 64, 3, 384), (1, True, 16, 5, 384), (0, False, 32, 7, 384),
+    (2, True, 64, 2, 192)]  # fmt: skip
+WHOLE = (ALL, False, 64, 0, 0)
 
 
 def cut_forward(q, k, v, cut, threads, weights=False, **rules):
@@ -107,6 +111,45 @@ def forward_items(q, k, threads, **rules):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("threads", [8, 64, 192])
+def test_parts_of_a_run_are_handed_out_in_order_each_once(threads, causal):
+    """Each waits for the one before it: handed out first, nobody would ever work on that."""
+    in_parts = 0
+    for H, Lq, Lk in ((1, 783, 780), (2, 1101, 1101), (3, 408, 3336), (20, 461, 461), (1, 2107, 2107), (3, 111, 4662)):
+        q, k = (np.broadcast_to(np.float32(0), (1, H, L, 64)) for L in (Lq, Lk))
+        passes = forward_items(q, k, threads, is_causal=causal, offset=Lk - Lq if causal else None)
+        met = np.zeros((H, -(-Lq // 16), Lk), np.int8)
+        for _, h, row, rows, key, keys in passes[0].tolist():
+            part = slice(row // 16, -(-(row + rows) // 16))
+            assert not met[h, part, key : key + keys].any()
+            assert met[h, part, key // RUN * RUN : key].all() or key % RUN == 0
+            met[h, part, key : key + keys] = 1
+            in_parts += key % RUN > 0
+        ends = np.minimum(Lk, np.arange(1, len(met[0]) + 1) * 16 + Lk - Lq) if causal else np.full(len(met[0]), Lk)
+        assert all(met[:, n, : max(0, end)].all() for n, end in enumerate(ends))
+    assert in_parts > 0 or causal       # whose blocks differ, so that others may do
+
+
+@pytest.mark.parametrize(
+    ("threads", "shapes"),
+    [(8, ((1, 673, 700), (1, 783, 780))), (64, ((6, 252, 2244), (1, 2107, 2107))), (192, ((4, 810, 3047), (33, 111, 4662)))],
+)
+def test_few_blocks_on_long_keys_are_cut_by_keys_as_well(threads, shapes):
+    """About 4 to 7 tiles of 64 rows by 192 keys for each thread: by rows alone a tile is the least that can be given away."""
+    for H, Lq, Lk in shapes:
+        q, k = (np.broadcast_to(np.float32(0), (1, H, L, 64)) for L in (Lq, Lk))
+        assert fastmha.plan(q, k, k, num_threads=threads, algorithm="tiled").balance > 0.89
+
+
+@pytest.mark.parametrize("threads", [8, 64])
+def test_rows_that_attend_nothing_are_no_reason_to_leave_blocks_whole(threads):
+    """Causal queries before the first key: blocks are many for the threads, those with work are not."""
+    for H, Lq, Lk in ((72, 3932, 346), (108, 3932, 346)):
+        q, k = (np.broadcast_to(np.float32(0), (1, H, L, 64)) for L in (Lq, Lk))
+        assert fastmha.plan(q, k, k, num_threads=threads, algorithm="tiled", is_causal=True, offset=Lk - Lq).balance > 0.93
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_many_threads_with_few_blocks_each_are_kept_busy_by_smaller_ones(causal):
     """Whole blocks would leave a third of them idle: 256 for 192 threads."""
     for B, H, L in ((4, 8, 512), (1, 16, 1024), (1, 8, 2048)):
@@ -139,6 +182,8 @@ def test_sinks_are_in_the_first_run_alone(dtype, isa, rng):
         expected, bounds = oracle(q, k, v, g, q.dtype, **rules)
         assert_close(whole, expected[:2], bounds[:2])
         assert all(map(same_bits, whole, split))
+        for cut in CUTS:
+            assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, **rules)))
 
 
 @every_isa
@@ -193,14 +238,14 @@ def test_long_items_come_first_and_each_pair_is_in_one_of_them(threads, heads, L
     fewer = (items["rows"] < 64) & (items["row"] + items["rows"] < L)
     assert set(items["rows"][fewer]) <= {16, 32}
     assert not fewer.any() or not (items["rows"][fewer.argmax() :] == 64).any()
-    met = np.zeros((heads, L, -(-L // RUN)), int)
+    met = np.zeros((heads, L, -(-L // TILE)), int)
     for item in items:
-        runs = slice(item["key"] // RUN, -(-(item["key"] + item["keys"]) // RUN))
-        met[item["head"], item["row"] : item["row"] + item["rows"], runs] += 1
-    ends = np.arange(L) // RUN if causal else np.full(L, (L - 1) // RUN)
+        tiles = slice(item["key"] // TILE, -(-(item["key"] + item["keys"]) // TILE))
+        met[item["head"], item["row"] : item["row"] + item["rows"], tiles] += 1
+    ends = np.arange(L) // TILE if causal else np.full(L, (L - 1) // TILE)
     assert met.max() == 1
-    assert all((met[:, row, : run + 1] == 1).all() for row, run in enumerate(ends))
+    assert all((met[:, row, : tile + 1] == 1).all() for row, tile in enumerate(ends))
     runs = items[items["keys"] < L]
-    assert set(runs["key"] % RUN) == {0}
+    assert set(runs["key"] % TILE) == {0}
     assert merged["rows"].sum() == runs["rows"][runs["key"] == 0].sum()
     assert fastmha.plan(x, x, x, num_threads=threads, algorithm="tiled", **rules).balance > busy

@@ -246,6 +246,12 @@ def test_makespan_is_that_of_items_handed_out_in_order():
         assert makespan(np.array(items, float), threads) == wanted
 
 
+def test_items_of_one_chain_wait_for_each_other_in_a_makespan():
+    cases = {(-1, -1, -1, -1): 4, (0, 0, 0, 0): 8, (0, 0, 1, 1): 6, (0, 1, 0, 1): 4, (2, -1, 2, 2): 6}
+    for chains, wanted in cases.items():
+        assert makespan(np.full(4, 2.0), 2, np.array(chains)) == wanted, chains
+
+
 @pytest.mark.parametrize(
     ("algorithm", "backward"), [("blas", False), ("tiled", False), ("decode", False), ("blas", True), ("tiled", True)]
 )
