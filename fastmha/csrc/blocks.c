@@ -2,8 +2,8 @@
  * first taken.
  *
  * Times are in pairs of a query and a key. The longest items come first: blocks with all their keys, then blocks in runs of
- * their keys, at last some in fewer rows, by which the threads come to an end together. What is cut costs more, so no more is
- * than must be. What an item has to do is judged by a few of its rows. */
+ * their keys, at last some in fewer rows or in parts of their runs, by which the threads come to an end together. What is cut
+ * costs more, so no more is than must be. What an item has to do is judged by a few of its rows. */
 #include "fastmha.h"
 #include "makespan.h"
 
@@ -13,16 +13,17 @@
 #define EVEN 0.98               /* of the threads busy: no other way is looked for */
 #define LATER 1.04              /* times as late as even work: what ends later is cut */
 #define LOOKED_AT 8             /* rows of a block, which may be those of several heads */
-#define LEAST_ROWS (FMHA_BLOCK_ROWS / 4)
+#define LEAST_ROWS (FMHA_BLOCK_ROWS / FMHA_RUN_TURNS)
 #define MOST_ITEMS (1 << 15)    /* of blocks that are cut */
 #define MOST_LEFT (1 << 25)     /* numbers that runs may leave */
 #define QUICK_ITEMS 40          /* for each two products of a tile, of a quick look: it takes about a tenth of the pass that way */
+#define MOST_PARTS 24           /* of runs of keys for each thread: more cost more and even out nothing */
 #define SIZES 64                /* by which items are sorted */
 
 typedef struct {
     fmha_item item;
     double cost;
-    ptrdiff_t chain;            /* of parts of keys: each waits for the one before it in its chain */
+    ptrdiff_t chain;            /* of parts of keys, each of which waits for the one before it in its chain; else -1 */
 } priced_item;
 
 typedef struct {
@@ -146,13 +147,13 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
         before = block;
         left = 0;
         if (end - low <= 1) {
-            if (!add_item(s, &block, pairs_of(p, &block), 0)) return 0;
+            if (!add_item(s, &block, pairs_of(p, &block), -1)) return 0;
         } else {
             for (ptrdiff_t run = low > 0 ? low - 1 : 0; run < end; run++) {
                 fmha_item item = block;
                 item.j0 = run < low ? 0 : run * FMHA_RUN_KEYS;
                 item.cols = p->Lk - item.j0 < FMHA_RUN_KEYS ? p->Lk - item.j0 : FMHA_RUN_KEYS;
-                if (!add_item(s, &item, pairs_of(p, &item) + (double)item.rows * cost_of_run(), 0)) return 0;
+                if (!add_item(s, &item, pairs_of(p, &item) + (double)item.rows * cost_of_run(), -1)) return 0;
                 left++;
             }
         }
@@ -163,7 +164,7 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
     return 1;
 }
 
-/* Of an item, or where it has several runs of the first. */
+/* An item's keys, or those of its first run. */
 static ptrdiff_t keys_of_run(const fmha_item *item) { return item->cols < FMHA_RUN_KEYS ? item->cols : FMHA_RUN_KEYS; }
 
 /* Whether the keys of an item may be cut into parts, each of which goes on from what the one before has left: it has one run of
@@ -250,25 +251,12 @@ static ptrdiff_t hand_out(schedule *s, ptrdiff_t blocks, double limit)
     return n;
 }
 
-/* Hands out items to `busy`. Returns whether all end before the limit. */
+/* Hands out items to `busy`, which wait for those before them in their chain. Returns whether all end before the limit. */
 static int hand_out_items(schedule *s, const priced_item *items, ptrdiff_t many, double limit)
 {
     for (ptrdiff_t n = 0; n < many; n++) {
-        const double until = s->busy[0] + items[n].cost;
-        if (until >= limit) return 0;
-        fmha_take(s->busy, s->threads, until);
-    }
-    return 1;
-}
-
-/* The same of pieces, which may wait for those before them in their chain. */
-static int hand_out_pieces(schedule *s, ptrdiff_t chains, double limit)
-{
-    for (ptrdiff_t n = 0; n < chains; n++) s->ready[n] = 0;
-    for (ptrdiff_t n = 0; n < s->pieces.many; n++) {
-        const priced_item *piece = s->pieces.items + n;
-        double *ready = piece->chain < 0 ? NULL : s->ready + piece->chain;
-        const double from = ready && *ready > s->busy[0] ? *ready : s->busy[0], until = from + piece->cost;
+        double *ready = items[n].chain < 0 ? NULL : s->ready + items[n].chain;
+        const double from = ready && *ready > s->busy[0] ? *ready : s->busy[0], until = from + items[n].cost;
         if (until >= limit) return 0;
         fmha_take(s->busy, s->threads, until);
         if (ready) *ready = until;
@@ -297,13 +285,15 @@ static double work_of(const priced_item *items, ptrdiff_t many)
     return work;
 }
 
-/* Whether the items at hand, the last of which become pieces of fewer rows, behind so many whole blocks, end before the best way
- * so far; these are the best then. */
+/* Whether the items at hand, the last of which become pieces of fewer rows and keys, behind so many whole blocks, end before the
+ * best way so far; these are the best then. */
 static void try_way(schedule *s, ptrdiff_t whole, int runs, ptrdiff_t rows, ptrdiff_t fine, ptrdiff_t keys)
 {
     if (EVEN * s->least <= s->even) return;
     const ptrdiff_t others = s->cut_blocks.many - fine, chains = fine * (FMHA_BLOCK_ROWS / rows);
-    const double items = (double)(others + chains * (keys ? fmha_parts(FMHA_RUN_KEYS, keys) : 1));
+    const ptrdiff_t parts = chains * (keys ? fmha_parts(s->p->Lk < FMHA_RUN_KEYS ? s->p->Lk : FMHA_RUN_KEYS, keys) : 1);
+    const double items = (double)(others + parts);
+    if (keys && parts > MOST_PARTS * (ptrdiff_t)s->threads) return;
     ptrdiff_t merges = s->merges;
     double merging = s->merging + merging_of_parts(s, fine, keys, &merges);
     merging *= merges ? (double)fmha_parts(merges, s->threads) / (double)merges : 0;
@@ -319,7 +309,8 @@ static void try_way(schedule *s, ptrdiff_t whole, int runs, ptrdiff_t rows, ptrd
     for (int n = 0; n < s->threads; n++) work += s->ahead[n];
     if (work >= limit * s->threads) return;
     memcpy(s->busy, s->ahead, (size_t)(s->threads + 1) * sizeof *s->busy);
-    if (!hand_out_items(s, s->cut_blocks.items, others, limit) || !hand_out_pieces(s, chains, limit)) return;
+    for (ptrdiff_t n = 0; keys && n < chains; n++) s->ready[n] = 0;
+    if (!hand_out_items(s, s->cut_blocks.items, others, limit) || !hand_out_items(s, s->pieces.items, s->pieces.many, limit)) return;
     s->least = fmha_end(s->busy, s->threads) + merging;
     s->best.whole = whole;
     s->best.runs = runs;
@@ -361,7 +352,7 @@ static void try_ways(schedule *s, ptrdiff_t whole, int runs)
         const ptrdiff_t many = s->cut_blocks.many, over = many % threads;
         const ptrdiff_t fine[] = {many, beyond(s, 1), beyond(s, LATER), over, over + threads / 2, over + threads, threads / 4, threads / 2,
                                   threads, 2 * threads, many / 4, many / 2, many - many / 4};
-        const int in_parts = s->parts && (in_runs || s->p->Lk <= FMHA_RUN_KEYS);
+        const int in_parts = s->parts && (in_runs || (s->p->Lk <= FMHA_RUN_KEYS && rest * FMHA_BLOCK_ROWS * (s->p->Dv + 2) <= MOST_LEFT));
         if (in_runs) try_way(s, whole, 1, FMHA_BLOCK_ROWS, 0, 0);
         for (ptrdiff_t keys = 0; keys <= (in_parts ? FMHA_TILE_KEYS : 0); keys += FMHA_TILE_KEYS)
             for (ptrdiff_t rows = keys ? FMHA_BLOCK_ROWS : FMHA_BLOCK_ROWS / 2; rows >= LEAST_ROWS; rows /= keys ? 4 : 2)

@@ -513,8 +513,11 @@ static inline double fmha_blocks_at_work(const fmha_problem *p)
         ptrdiff_t first, end;
         fmha_valid_keys(p, b, &first, &end);
         double from = 0, to = (double)p->Lq;
-        if (p->banded && (double)(first - p->offset[b]) - (double)p->right > from) from = (double)(first - p->offset[b]) - (double)p->right;
-        if (p->banded && (double)(end - p->offset[b]) + (double)p->left < to) to = (double)(end - p->offset[b]) + (double)p->left;
+        if (p->banded) {
+            const double low = (double)first - (double)p->offset[b] - (double)p->right, high = (double)end - (double)p->offset[b] + (double)p->left;
+            if (low > from) from = low;
+            if (high < to) to = high;
+        }
         if (first < end && from < to) rows += to - from;
     }
     return rows * (double)p->H / FMHA_BLOCK_ROWS;
