@@ -326,7 +326,6 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
     FMHA_NAME(gemm_layout)(M, N, K, scratch, &memory);
     REAL *c0 = c_, *block_of_a = memory.block_of_a, *edge = memory.edge;
     const ptrdiff_t wide = packed ? N : GEMM_WIDE;
-    const int add_bias = last->bias && !last->residual && last->activation == FMHA_NO_ACTIVATION;
     if (K == 0) {
         for (ptrdiff_t m = 0; m < M; m++) FMHA_NAME(fill)(N, c0 + m * ldc, 0);
         FMHA_NAME(finish)(M, N, c0, ldc, last);
@@ -358,21 +357,23 @@ static void FMHA_NAME(gemm)(int type, int trans_a, int trans_b, ptrdiff_t M, ptr
                     /* c (rows, columns) <- c + op(a) (rows, depth) @ op(b) (depth, columns) */
                     REAL *c = c0 + m0 * ldc + n0, *to = whole == columns ? c : edge;
                     ptrdiff_t ld_to = whole == columns ? ldc : ld;
-                    const int by_product = add_bias && k0 + depth == K && to == c;
-                    const REAL *bias = by_product ? (const REAL *)last->bias + n0 : NULL;
-                    if (k0 == 0 || to == edge)
-                        PRODUCT(FMHA_SET | FMHA_FETCH | FMHA_BIAS, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, bias);
-                    else PRODUCT(FMHA_ADD | FMHA_FETCH | FMHA_BIAS, rows, whole, depth, a, a_row, 1, rows_of_b, ld, to, ld_to, bias);
+                    const int last_one = k0 + depth == K, by_product = last_one && last->activation == FMHA_NO_ACTIVATION && to == c;
+                    const fmha_finish part = fmha_finish_at(last, m0, n0, sizeof(REAL));
+                    const REAL *bias = by_product ? (const REAL *)part.bias : NULL;
+                    const char *residual = by_product ? part.residual : NULL;
+#define GEMM_PRODUCT(init) \
+    FMHA_NAME(product_of)(FMHA_SAME, (init) | FMHA_FETCH | FMHA_FINISH, rows, whole, depth, a, a_row, 1, (const char *)rows_of_b, ld, \
+                          to, ld_to, bias, residual, part.ld * (ptrdiff_t)sizeof(REAL), NULL)
+                    if (k0 == 0 || to == edge) GEMM_PRODUCT(FMHA_SET);
+                    else GEMM_PRODUCT(FMHA_ADD);
+#undef GEMM_PRODUCT
                     if (to == edge)
                         for (ptrdiff_t m = 0; m < rows; m++)
                             for (ptrdiff_t n = 0; n < columns; n++) {
                                 REAL sum = edge[m * ld + n];
                                 c[m * ldc + n] = k0 == 0 ? sum : c[m * ldc + n] + sum;
                             }
-                    if (k0 + depth == K && !by_product) {       /* while the block is in the caches */
-                        fmha_finish part = fmha_finish_at(last, m0, n0, sizeof(REAL));
-                        FMHA_NAME(finish)(rows, columns, c, ldc, &part);
-                    }
+                    if (last_one && !by_product) FMHA_NAME(finish)(rows, columns, c, ldc, &part);      /* while it is in the caches */
                 }
             }
         }

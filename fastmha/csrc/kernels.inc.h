@@ -20,9 +20,10 @@
  * multiplied by scale[0], or likewise row r by scale[r], as results of any width whose sums are traced; with FMHA_FETCH it is
  * asked for before the sums begin, where it lies far away, and so is b some rows ahead; with FMHA_FETCH_ROWS the next rows of a
  * are, which lie along the sum: so many short streams at a time that no CPU guesses them. What lies `beside` is fetched for
- * later: beside the rows of a where those are fetched, beside those of results, else beside those of b. */
-enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FIRST, FMHA_RESULTS_OF, FMHA_FETCH = 8, FMHA_FETCH_ROWS = 16, FMHA_BIAS = 32 };
-#define FMHA_ACTION(init) ((init) & ~(FMHA_FETCH | FMHA_FETCH_ROWS | FMHA_BIAS))
+ * later: beside the rows of a where those are fetched, beside those of results, else beside those of b. With FMHA_FINISH `scale`
+ * is a bias and `beside` a residual, either NULL, which are added last. */
+enum { FMHA_SET, FMHA_ADD, FMHA_SCALE_ADD, FMHA_FIRST, FMHA_RESULTS_OF, FMHA_FETCH = 8, FMHA_FETCH_ROWS = 16, FMHA_FINISH = 32 };
+#define FMHA_ACTION(init) ((init) & ~(FMHA_FETCH | FMHA_FETCH_ROWS | FMHA_FINISH))
 
 #define BLOCK_ROWS FMHA_BLOCK_ROWS
 #define TILE_KEYS FMHA_TILE_KEYS

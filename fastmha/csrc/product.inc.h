@@ -36,6 +36,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
         for (int v = 0; v < nv; v++) {
             sum[r][v] = v_splat(0);
             if (init & FMHA_FETCH) v_prefetch(c + r * ldc + v * LANES);
+            if ((init & FMHA_FINISH) && beside) v_prefetch(beside + r * ld_beside + v * FMHA_VECTOR_BYTES);
         }
     if (FMHA_ACTION(init) == FMHA_RESULTS_OF && beside) {
 #pragma GCC unroll 12
@@ -62,7 +63,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
         for (int g = 0; grouped && g < (mr + 3) / 4; g++) group[g] += a_step;
         a += a_step;
         b += ldb * size;
-        if (!(init & FMHA_FETCH_ROWS) && FMHA_ACTION(init) != FMHA_RESULTS_OF && beside) {
+        if (!(init & (FMHA_FETCH_ROWS | FMHA_FINISH)) && FMHA_ACTION(init) != FMHA_RESULTS_OF && beside) {
 #pragma GCC unroll 12
             for (int v = 0; v < nv; v++)
                 if (v * FMHA_VECTOR_BYTES % FMHA_CACHE_LINE == 0) v_prefetch_far(beside + v * FMHA_VECTOR_BYTES);
@@ -94,7 +95,8 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
             if (FMHA_ACTION(init) == FMHA_FIRST) sum[r][v] = (v_splat(0) + sum[r][v]) * scale[0];
             if (FMHA_ACTION(init) == FMHA_ADD) sum[r][v] = v_load(to) + sum[r][v];
             if (FMHA_ACTION(init) == FMHA_SCALE_ADD) sum[r][v] = v_load(to) * scale[r] + sum[r][v];
-            if ((init & FMHA_BIAS) && scale) sum[r][v] = sum[r][v] + v_load(scale + v * LANES);
+            if ((init & FMHA_FINISH) && scale) sum[r][v] = sum[r][v] + v_load(scale + v * LANES);
+            if ((init & FMHA_FINISH) && beside) sum[r][v] = sum[r][v] + v_load((const REAL *)(beside + r * ld_beside) + v * LANES);
             v_store(to, sum[r][v]);
         }
 #pragma GCC unroll 12
@@ -108,12 +110,12 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
  * each panel its part of what lies beside b, from the first line to the last one. */
 #define BESIDE(init) \
     (!beside ? NULL \
-     : FMHA_ACTION(init) == FMHA_RESULTS_OF ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES \
+     : FMHA_ACTION(init) == FMHA_RESULTS_OF || ((init) & FMHA_FINISH) ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES \
      : (init) & FMHA_FETCH_ROWS ? (ld_beside != FMHA_IN_A_ROW ? beside + r * ld_beside : done ? NULL : beside + r * depth * (ptrdiff_t)sizeof(REAL)) \
      : r > 0 ? NULL : beside + done * FMHA_VECTOR_BYTES * (ld_beside == FMHA_IN_A_ROW ? depth : 1))
 #define SCALE_AT(init) \
     (FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r \
-     : ((init) & FMHA_BIAS) && scale ? scale + done * LANES : scale)
+     : ((init) & FMHA_FINISH) && scale ? scale + done * LANES : scale)
 #define MICRO_AT(mr, nv) \
     FMHA_NAME(micro)(type, mr, nv, init, depth, a0 + r * a_row, a_row, a_step, b, ldb, c0 + r * ldc + done * LANES, ldc, \
                      SCALE_AT(init), BESIDE(init), \
