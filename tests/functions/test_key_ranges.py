@@ -256,7 +256,7 @@ def test_the_balance_knows_the_work_that_ranges_leave():
         assert plan(64, 512, **tiled).balance == pytest.approx(1)
         assert plan(64, 512, key_ranges=([512, 0], None), backward=algorithm == "blas", **tiled).balance == pytest.approx(1)
         uneven = plan(64, 512, key_ranges=([511, 0], None), **{**tiled, "num_threads": 3}).balance  # of four blocks
-        assert (0.66 < uneven < 0.68) if algorithm == "blas" else (0.8 < uneven < 0.9)      # "tiled" cuts the last ones
+        assert (0.66 < uneven < 0.68) if algorithm == "blas" else (0.95 < uneven < 0.97)    # "tiled" cuts the last ones
 
 
 def test_a_module_plans_with_ranges():
