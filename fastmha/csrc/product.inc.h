@@ -113,6 +113,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
      : FMHA_ACTION(init) == FMHA_RESULTS_OF || ((init) & FMHA_FINISH) ? beside + r * ld_beside + done * FMHA_VECTOR_BYTES \
      : (init) & FMHA_FETCH_ROWS ? (ld_beside != FMHA_IN_A_ROW ? beside + r * ld_beside : done ? NULL : beside + r * depth * (ptrdiff_t)sizeof(REAL)) \
      : r > 0 ? NULL : beside + done * FMHA_VECTOR_BYTES * (ld_beside == FMHA_IN_A_ROW ? depth : 1))
+/* The scales from row r on, the bias from vector `done` on, or what scale is for all. */
 #define SCALE_AT(init) \
     (FMHA_ACTION(init) == FMHA_SCALE_ADD || FMHA_ACTION(init) == FMHA_RESULTS_OF ? scale + r \
      : ((init) & FMHA_FINISH) && scale ? scale + done * LANES : scale)
