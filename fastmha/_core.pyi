@@ -132,7 +132,7 @@ def blas_backward(
 ) -> None: ...
 def tiled_forward(
     problem: Problem, out: _Operands, lse: _Floats | None, weights: _Floats | None, threads: int,
-    blocks: tuple[int, bool, int, int] | None = None,
+    blocks: tuple[int, bool, int, int, int] | None = None,
 ) -> None: ...
 def projected_forward(
     problem: Problem, decode: bool, x: _Floats, first: _Weight, projected: _Floats, concat: _Floats, lse: _Floats | None,

@@ -120,10 +120,10 @@ static void sort_items(schedule *s, priced_items *to)
 }
 
 /* So many runs of a block are to be merged. */
-static void left_behind(schedule *s, const fmha_item *block, ptrdiff_t runs)
+static void left_behind(const fmha_item *block, ptrdiff_t runs, double *merging, ptrdiff_t *merges)
 {
-    s->merging += cost_of_run() * (double)(runs * block->rows);
-    s->merges += runs ? fmha_parts(block->rows, LEAST_ROWS) : 0;
+    *merging += cost_of_run() * (double)(runs * block->rows);
+    *merges += runs ? fmha_parts(block->rows, LEAST_ROWS) : 0;
 }
 
 /* Blocks from the `first` on become items, each with all its keys or, where it attends several runs and `runs` says so, with a
@@ -139,7 +139,7 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
         const fmha_item block = fmha_item_of(&s->cut, n);
         if (block.b == before.b && block.i0 == before.i0) {
             if (!add_like(s, many, block.h, 0)) return 0;
-            left_behind(s, &block, left);
+            left_behind(&block, left, &s->merging, &s->merges);
             continue;
         }
         ptrdiff_t low = 0, end = 1, from = s->fresh.many;
@@ -157,7 +157,7 @@ static int cut_keys(schedule *s, ptrdiff_t first, int runs)
                 left++;
             }
         }
-        left_behind(s, &block, left);
+        left_behind(&block, left, &s->merging, &s->merges);
         many = s->fresh.many - from;
     }
     sort_items(s, &s->cut_blocks);
@@ -264,20 +264,6 @@ static int hand_out_items(schedule *s, const priced_item *items, ptrdiff_t many,
     return 1;
 }
 
-/* What is to be merged besides where items, the last so many, that have all their keys become parts of these; and in how many
- * items. */
-static double merging_of_parts(const schedule *s, ptrdiff_t fine, ptrdiff_t keys, ptrdiff_t *merges)
-{
-    double cost = 0;
-    for (ptrdiff_t n = s->cut_blocks.many - fine; keys && n < s->cut_blocks.many; n++) {
-        const fmha_item *item = &s->cut_blocks.items[n].item;
-        if (item->cols < s->p->Lk || !has_parts(s, item, keys)) continue;
-        cost += cost_of_run() * (double)item->rows;
-        *merges += fmha_parts(item->rows, LEAST_ROWS);
-    }
-    return cost;
-}
-
 static double work_of(const priced_item *items, ptrdiff_t many)
 {
     double work = 0;
@@ -295,7 +281,11 @@ static void try_way(schedule *s, ptrdiff_t whole, int runs, ptrdiff_t rows, ptrd
     const double items = (double)(others + parts);
     if (keys && parts > MOST_PARTS * (ptrdiff_t)s->threads) return;
     ptrdiff_t merges = s->merges;
-    double merging = s->merging + merging_of_parts(s, fine, keys, &merges);
+    double merging = s->merging;
+    for (ptrdiff_t n = others; keys && n < s->cut_blocks.many; n++) {      /* of items that had all their keys */
+        const fmha_item *item = &s->cut_blocks.items[n].item;
+        if (item->cols == s->p->Lk && has_parts(s, item, keys)) left_behind(item, 1, &merging, &merges);
+    }
     merging *= merges ? (double)fmha_parts(merges, s->threads) / (double)merges : 0;
     const double limit = s->least - merging;
     if (items > s->left) {
@@ -354,10 +344,13 @@ static void try_ways(schedule *s, ptrdiff_t whole, int runs)
                                   threads, 2 * threads, many / 4, many / 2, many - many / 4};
         const int in_parts = s->parts && (in_runs || (s->p->Lk <= FMHA_RUN_KEYS && rest * FMHA_BLOCK_ROWS * (s->p->Dv + 2) <= MOST_LEFT));
         if (in_runs) try_way(s, whole, 1, FMHA_BLOCK_ROWS, 0, 0);
-        for (ptrdiff_t keys = 0; keys <= (in_parts ? FMHA_TILE_KEYS : 0); keys += FMHA_TILE_KEYS)
-            for (ptrdiff_t rows = keys ? FMHA_BLOCK_ROWS : FMHA_BLOCK_ROWS / 2; rows >= LEAST_ROWS; rows /= keys ? 4 : 2)
-                for (int n = 0; n < (in_runs || keys ? (int)(sizeof fine / sizeof *fine) : 1); n++)
-                    if (fine[n] > 0 && fine[n] <= many && (n == 0 || fine[n] < many)) try_way(s, whole, in_runs, rows, fine[n], keys);
+        for (int kind = 0; kind < (in_parts ? 4 : 2); kind++) {
+            static const ptrdiff_t rows[] = {FMHA_BLOCK_ROWS / 2, LEAST_ROWS, FMHA_BLOCK_ROWS, LEAST_ROWS},
+                                   keys[] = {0, 0, FMHA_TILE_KEYS, FMHA_TILE_KEYS};
+            for (int n = 0; n < (in_runs || keys[kind] ? (int)(sizeof fine / sizeof *fine) : 1); n++)
+                if (fine[n] > 0 && fine[n] <= many && (n == 0 || fine[n] < many))
+                    try_way(s, whole, in_runs, rows[kind], fine[n], keys[kind]);
+        }
     }
 }
 

@@ -345,12 +345,18 @@ static __attribute__((noinline)) int FMHA_NAME(one_key)(const fmha_run *run, ptr
     return 1;
 }
 
-/* What the run of keys from key j on has left of an item's rows. */
+/* Which of the runs that blocks leave is that with key j of an item's block. */
+static inline ptrdiff_t FMHA_NAME(place_of_run)(const fmha_run *run, const fmha_item *item, ptrdiff_t j)
+{
+    const ptrdiff_t block = fmha_place_of(&run->cut, item) - run->whole;
+    return block * fmha_parts(run->p.Lk, FMHA_RUN_KEYS) + j / FMHA_RUN_KEYS;
+}
+
+/* What the run of keys with key j has left of an item's rows. */
 static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const fmha_item *item, ptrdiff_t j)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t row = item->i0 % BLOCK_ROWS, block = fmha_place_of(&run->cut, item) - run->whole;
-    const ptrdiff_t place = block * fmha_parts(p->Lk, FMHA_RUN_KEYS) + j / FMHA_RUN_KEYS;
+    const ptrdiff_t row = item->i0 % BLOCK_ROWS, place = FMHA_NAME(place_of_run)(run, item, j);
     FMHA_NAME(softmaxes) of;
     FMHA_NAME(softmaxes_layout)(p, fmha_run_rows(p), (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(p), &of);
     return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES)};
@@ -359,11 +365,9 @@ static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const 
 /* The turn of an item that has a part of a run of keys at what the run leaves of its rows; without a counter where it has all. */
 static inline FMHA_NAME(turn) FMHA_NAME(turn_of_part)(const fmha_run *run, const fmha_item *item)
 {
-    const fmha_problem *p = &run->p;
     const ptrdiff_t part = item->j0 % FMHA_RUN_KEYS, end = item->j0 - part + FMHA_RUN_KEYS;
-    if (!run->turns || (part == 0 && item->j0 + item->cols == (end < p->Lk ? end : p->Lk))) return (FMHA_NAME(turn)){NULL, 0};
-    const ptrdiff_t block = fmha_place_of(&run->cut, item) - run->whole;
-    const ptrdiff_t place = block * fmha_parts(p->Lk, FMHA_RUN_KEYS) + item->j0 / FMHA_RUN_KEYS;
+    if (!run->turns || (part == 0 && item->j0 + item->cols == (end < run->p.Lk ? end : run->p.Lk))) return (FMHA_NAME(turn)){NULL, 0};
+    const ptrdiff_t place = FMHA_NAME(place_of_run)(run, item, item->j0);
     return (FMHA_NAME(turn)){run->turns + place * FMHA_RUN_TURNS + item->i0 % BLOCK_ROWS / (BLOCK_ROWS / FMHA_RUN_TURNS),
                              (int)(part / run->part_keys)};
 }
