@@ -1,6 +1,7 @@
 """Fixtures, and the instruction sets that they run through; all else that tests share is in support.py."""
 
 from collections import Counter
+from xml.etree import ElementTree
 from zlib import crc32
 
 import pytest
@@ -36,18 +37,38 @@ def pytest_addoption(parser):
                      help="of a test's cases, take one in N, by a hash of the name; of four or fewer, all")  # fmt: skip
 
 
+    parser.addoption("--beyond", metavar="XML",
+                     help="leave out the tests that ran in another run, of which this is what --junit-xml wrote")  # fmt: skip
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "every_case: --one-in leaves none of its cases out")
 
 
+def place_in_xml(nodeid):
+    """The class and the name that a test has in the XML of a run."""
+    path, bracket, case = nodeid.partition("[")
+    *names, last = path.split("::")
+    names[0] = names[0].removesuffix(".py").replace("/", ".")
+    return ".".join(names), last + bracket + case
+
+
+def ran_in(path):
+    """Which tests did, by their places in the XML of a run."""
+    cases = ElementTree.parse(path).iter("testcase")
+    return {(case.get("classname"), case.get("name")) for case in cases if case.find("skipped") is None}
+
+
 def pytest_collection_modifyitems(config, items):
     """Every process of a run must come to the same cases: by their names."""
-    one_in = config.getoption("--one-in")
+    one_in, beyond = config.getoption("--one-in"), config.getoption("--beyond")
+    ran = ran_in(beyond) if beyond else set()
     cases = Counter(item.nodeid.partition("[")[0] for item in items)
     taken, left_out = [], []
     for item in items:
         few = cases[item.nodeid.partition("[")[0]] <= 4 or item.get_closest_marker("every_case") is not None
-        (taken if few or crc32(item.nodeid.encode()) % one_in == 0 else left_out).append(item)
+        drawn = few or crc32(item.nodeid.encode()) % one_in == 0
+        (taken if drawn and place_in_xml(item.nodeid) not in ran else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = taken

@@ -1,7 +1,9 @@
 /* Which kernels there are, and which of them this CPU runs. The choice itself is Python's. */
 #include "fastmha.h"
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+/* FMHA_BASELINE_ALONE: as on a machine for which there are no other kernels. */
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__)) && !defined(FMHA_BASELINE_ALONE)
+#define FMHA_X86
 #include <cpuid.h>
 #endif
 #ifdef __linux__
@@ -52,7 +54,7 @@ static const fmha_kernels *emulated_kernels(void)
 }
 #endif
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#ifdef FMHA_X86
 extern const fmha_kernels fmha_avx2_kernels_32, fmha_avx2_kernels_64, fmha_avx512_kernels_32, fmha_avx512_kernels_64;
 extern const fmha_kernels fmha_avx512bf16_tile_kernels_32, fmha_amx_tile_kernels_32;
 

@@ -147,7 +147,8 @@ def test_a_signal_handler_that_does_not_raise_runs_meanwhile_and_changes_nothing
 
 @pytest.mark.parametrize("call", ["blas forward", "blas backward"])
 def test_a_fork_waits_for_a_block_at_most(call, tmp_path):
-    assert measured(FORKED, call, 2, tmp_path) < 0.5
+    """And beside other tests for its turn at a CPU: 0.52 s were seen. The call itself would take minutes."""
+    assert measured(FORKED, call, 2, tmp_path) < 1.0
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -5,13 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 import support
+from module_support import ALL, module
 from support import raises
 
 import fastmha
 from fastmha import MultiHeadAttention
 
 B, L, D_MODEL = 2, 3, 8
-ALL = ("W_Q", "W_K", "W_V", "W_O", "b_Q", "b_K", "b_V", "b_O")
 
 
 normal = partial(support.normal, dtype=np.float32)
@@ -98,6 +98,17 @@ def test_a_plan_beyond_any_memory_names_its_sizes(m):
         m.plan(2**40, 1099)
     with raises(ValueError, "seq_len must be at most 2147483583, got 4294967296"):
         m.plan(1, 2**32)
+
+
+def test_a_plan_names_the_argument_that_is_wrong():
+    m = module(64, 4)
+    for arguments, message in (({"batch_size": -1, "seq_len": 3}, "batch_size must be at least 0, got -1"),
+                               ({"batch_size": 1, "seq_len": -2}, "seq_len must be at least 0, got -2"),
+                               ({"batch_size": 1, "seq_len": 3, "seq_len_k": -3}, "seq_len_k must be at least 0, got -3")):
+        with pytest.raises(ValueError, match=message):
+            m.plan(**arguments)
+    with pytest.raises(TypeError, match=r"seq_len must be an integer, got 2\.5"):
+        m.plan(1, 2.5)
 
 
 @pytest.mark.parametrize("name", ["MultiHeadAttention", "SelfAttention"])
