@@ -53,14 +53,25 @@ cdef inline void *blas_capsule(capsules, name) except NULL:
     return PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule))
 
 
-cdef inline int load_blas() except -1:
-    """Take the four functions from SciPy. Called once, at import."""
+cdef inline int need_blas() except -1:
+    """Take the four functions from SciPy, and those for its number of threads, unless that is done: whoever makes products by
+    BLAS calls it before. Not at import: to import scipy.linalg takes longer than to import all that is needed without it."""
+    cdef void *sgemm
+    cdef void *dgemm
+    cdef void *sgemv
+    cdef void *dgemv
+    if fmha_blas.sgemm != NULL:
+        return 0
     from scipy.linalg import cython_blas
+
+    from fastmha.threads import bind_blas
     capsules = cython_blas.__pyx_capi__
-    fmha_blas.sgemm = <fmha_sgemm>blas_capsule(capsules, "sgemm")
-    fmha_blas.dgemm = <fmha_dgemm>blas_capsule(capsules, "dgemm")
-    fmha_blas.sgemv = <fmha_sgemv>blas_capsule(capsules, "sgemv")
-    fmha_blas.dgemv = <fmha_dgemv>blas_capsule(capsules, "dgemv")
+    sgemm, dgemm = blas_capsule(capsules, "sgemm"), blas_capsule(capsules, "dgemm")
+    sgemv, dgemv = blas_capsule(capsules, "sgemv"), blas_capsule(capsules, "dgemv")
+    bind_blas()
+    # At once: another thread may ask meanwhile.
+    fmha_blas.dgemm, fmha_blas.sgemv, fmha_blas.dgemv = <fmha_dgemm>dgemm, <fmha_sgemv>sgemv, <fmha_dgemv>dgemv
+    fmha_blas.sgemm = <fmha_sgemm>sgemm
     return 0
 
 

@@ -9,7 +9,6 @@ from libc.stdint cimport uintptr_t
 
 from numpy import dtype as numpy_dtype
 
-from fastmha._blas cimport load_blas
 from fastmha._kernels cimport (
     FMHA_BASELINE_FUSES, FMHA_BLOCK_ROWS, FMHA_GELU, FMHA_GELU_TANH, FMHA_HALF_COST, FMHA_ISA_COUNT, FMHA_MOST_IN_BLAS,
     FMHA_NO_ACTIVATION, FMHA_PANEL_COLUMNS, FMHA_QUARTER_COST, FMHA_RELU, FMHA_ROW_STATE, FMHA_RUN_COST, FMHA_RUN_KEYS,
@@ -18,7 +17,6 @@ from fastmha._kernels cimport (
 )
 
 
-load_blas()
 cdef const fmha_kernels *kernel_tables[2]       # float32, float64
 cdef tuple selected = None                      # their name and width: asked by every call
 BASELINE_FUSES = bool(FMHA_BASELINE_FUSES)     # whether the baseline's kernels have fused multiply-add

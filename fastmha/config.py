@@ -13,7 +13,7 @@ from fastmha import _core, precision, threads, tuning
 def show_config() -> None:
     """Print the versions, instruction sets, BLAS and thread counts that fastmha works with."""
     isa, width = _core.selected_isa()
-    bound = threads.blas_setter or "no setter found: products run under one lock"
+    bound = threads.bind_blas() or "no setter found: products run under one lock"
     for name, value in (
         ("fastmha", f"{_version()} ({_core.__file__})"),
         ("Python", f"{platform.python_version()} {platform.python_implementation()}, {platform.platform()}"),

@@ -120,7 +120,10 @@ def _positive(text: str) -> int | None:
 
 
 def bind_blas() -> str | None:
-    """Find the functions that read and set SciPy's BLAS thread count; returns the setter's name, None if there is none."""
+    """Find the functions that read and set SciPy's BLAS thread count; returns the setter's name, None if there is none.
+
+    Before the first product by BLAS the core does: nothing else needs SciPy's BLAS, whose import takes a while.
+    """
     from scipy.linalg import cython_blas
 
     try:
@@ -136,5 +139,4 @@ def bind_blas() -> str | None:
     return None
 
 
-blas_setter = bind_blas()
 atexit.register(_core.pool_shutdown)

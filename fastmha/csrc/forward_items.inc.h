@@ -238,7 +238,8 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
     ptrdiff_t low, high;
     REAL rest, factor = FMHA_NAME(folded_scale)(p, &rest);
     uint64_t even = 0;
-    int done = 0;
+    int done = 0, is_constant = 0;
+    const char *before = NULL;
     fmha_valid_keys(p, block->b, &low, &high);
     if (low >= high || mask->stride[3] != 1 || p->bool_mask.data) return 0;
     if (p->sinks || p->dropout.factor != 0 || FMHA_NAME(rescored)(p) || rest != 1) return 0;
@@ -246,7 +247,11 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
         if (!(wanted >> r & 1) || block->row0[r] != low || block->row1[r] != high) continue;
         const char *at = FMHA_NAME(mask_row_at)(mask, block, r, 0, size);
         const REAL constant = FMHA_NAME(stored_value)(p->mask_element, at + low * size);
-        if (!(constant < DROWNED_BELOW && constant - constant == 0) || !OF_MASK(all_are, at, low, high, constant, mask->stride[2] * size)) continue;
+        if (at != before)
+            is_constant = constant < DROWNED_BELOW && constant - constant == 0
+                          && OF_MASK(all_are, at, low, high, constant, mask->stride[2] * size);
+        before = at;
+        if (!is_constant) continue;
         if (keys < 0) keys = FMHA_NAME(power_of_keys)(p, block, m->converted);
         const char *q = FMHA_NAME(row_in)(p->element, &p->q, block->b, block->head[r], block->query[r]);
         const REAL size_q = (REAL)sqrt((double)FMHA_NAME(power)(1, p->D, FMHA_NAME(real_row)(p->element, q, p->D, m->packed), 0)) * factor;

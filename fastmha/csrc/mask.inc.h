@@ -254,10 +254,17 @@ static int FMHA_NAME(low_runs)(const fmha_problem *p, const FMHA_NAME(rows) *blo
 {
     const fmha_array *mask = &p->additive_mask;
     const ptrdiff_t size = FMHA_NAME(stored_size)(p->mask_element);
+    const char *before = NULL;
     *most = NEGATIVE_INFINITY;
     if (block->boolean || !block->additive || mask->stride[3] != 1) return 0;
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         const char *m = FMHA_NAME(mask_row_at)(mask, block, r, 0, size);
+        if (m == before && block->row0[r] == block->row0[r - 1] && block->row1[r] == block->row1[r - 1]) {     /* as of padding */
+            from[r] = from[r - 1];
+            to[r] = to[r - 1];
+            continue;
+        }
+        before = m;
         from[r] = block->row0[r] > first ? block->row0[r] : first;
         to[r] = block->row1[r] < last ? block->row1[r] : last;
         if (from[r] >= to[r]) continue;

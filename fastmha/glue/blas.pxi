@@ -5,7 +5,7 @@ from libc.string cimport memset
 
 from numpy import zeros
 
-from fastmha._blas cimport gemm
+from fastmha._blas cimport gemm, need_blas
 from fastmha._kernels cimport (
     FMHA_CACHE_LINE, FMHA_LARGE, FMHA_PACK_ROWS, FMHA_ROW_STATE, FMHA_SAME, fmha_array, fmha_blas_forward_cut,
     fmha_block, fmha_block_keys, fmha_cut, fmha_flush_subnormals, fmha_folded_scale, fmha_heads_cut, fmha_item,
@@ -356,6 +356,7 @@ def blas_forward(Problem problem, out, lse, weights, ptrdiff_t rows, int threads
     cdef Heads c
     cdef Scratch scratch
     cdef Buffers unused
+    need_blas()
     prepare(&c, problem, rows, False)
     read_array(out, &c.out, NULL, c.itemsize, True)
     if lse is not None:
@@ -380,6 +381,7 @@ def blas_backward(Problem problem, out, lse, grad_out, grad_q, grad_k, grad_v, s
     cdef Heads c
     cdef Scratch scratch
     cdef Buffers unused
+    need_blas()
     prepare(&c, problem, rows, True)
     read_array(out, &c.out, NULL, c.itemsize, False)
     read_array(grad_out, &c.grad_out, NULL, c.itemsize, False)

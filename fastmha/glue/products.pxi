@@ -1,7 +1,7 @@
 # Products of matrices, by BLAS or by the kernels' own, with what comes behind them.
 from libc.stddef cimport ptrdiff_t
 
-from fastmha._blas cimport gemm
+from fastmha._blas cimport gemm, need_blas
 from fastmha._kernels cimport (
     FMHA_SAME, fmha_array, fmha_cut, fmha_finish, fmha_finish_at, fmha_item, fmha_item_of, fmha_items, fmha_kernels,
     fmha_matrices_cut, fmha_pool_run,
@@ -83,6 +83,7 @@ cdef int multiply(Product *s, bint by_blas, int threads) except -1:
     threads = threads_for(threads, <double>s.cut.last * s.m * s.n * s.k)
     note_read(<double>s.n * s.k * s.itemsize)
     if by_blas:
+        need_blas()
         s.scratch = NULL
         with nogil:
             run(product_item, s, items, threads)

@@ -60,7 +60,7 @@ def describe(num_threads: int, command: str) -> dict[str, Any]:
                     "architecture": platform.machine()},
         "versions": {"fastmha": __version__, "python": platform.python_version(), "numpy": np.__version__,
                      "scipy": scipy.__version__},
-        "kernels": {"isa": isa, "vector_bytes": vector_bytes, "blas_thread_setter": threads.blas_setter},
+        "kernels": {"isa": isa, "vector_bytes": vector_bytes, "blas_thread_setter": threads.bind_blas()},
         "threads": num_threads,
     }
 

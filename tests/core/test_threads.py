@@ -23,6 +23,7 @@ with_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 CPUS = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(), threads._granted_cpus())
 normal = partial(support.normal, dtype=np.float32)
 VARIABLES = ("FASTMHA_NUM_THREADS", "OMP_NUM_THREADS")
+SETTER = threads.bind_blas()        # the name of the function by which SciPy's BLAS is held at one thread, or None
 
 
 def module(layout="auto"):
@@ -362,14 +363,14 @@ def test_a_process_ends_while_a_daemon_thread_is_calling(tmp_path, seconds):
 
 
 def blas_functions():
-    """(get, set) of SciPy's BLAS, by the names that threads.py has bound."""
+    """(get, set) of SciPy's BLAS, by the names that threads.py binds."""
     from scipy.linalg import cython_blas
 
-    if threads.blas_setter is None:
+    if SETTER is None:
         pytest.skip("SciPy's BLAS exports no setter of its thread count")
     library = ctypes.CDLL(cython_blas.__file__)
-    getter = next(get for get, set_ in threads.BLAS_NAMES if set_ == threads.blas_setter)
-    return getattr(library, getter), getattr(library, threads.blas_setter)
+    getter = next(get for get, set_ in threads.BLAS_NAMES if set_ == SETTER)
+    return getattr(library, getter), getattr(library, SETTER)
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -426,10 +427,10 @@ def test_an_error_inside_a_call_leaves_blas_as_it_was(tmp_path):
         import ctypes, resource, numpy as np, fastmha
         from fastmha import _core, threads
         from scipy.linalg import cython_blas
-        library, get = ctypes.CDLL(cython_blas.__file__), None
-        if threads.blas_setter:
-            get = getattr(library, dict((s, g) for g, s in threads.BLAS_NAMES)[threads.blas_setter])
-            getattr(library, threads.blas_setter)(2)
+        library, get, setter = ctypes.CDLL(cython_blas.__file__), None, threads.bind_blas()
+        if setter:
+            get = getattr(library, dict((s, g) for g, s in threads.BLAS_NAMES)[setter])
+            getattr(library, setter)(2)
         q, k = np.ones((1, 1, 1, 1)), np.ones((1, 1, 100_000, 1))
         v = np.full((1, 1, 100_000, 64), np.nan)            # 51 MB
         mask = np.arange(100_000)[None] == 50               # without one there is nothing to be kept from the rows
@@ -542,8 +543,8 @@ def hidden_setter(monkeypatch):
     assert not _core.blas_threads_bound()
     yield
     monkeypatch.undo()
-    assert threads.bind_blas() == threads.blas_setter
-    assert _core.blas_threads_bound() is (threads.blas_setter is not None)
+    assert threads.bind_blas() == SETTER
+    assert _core.blas_threads_bound() is (SETTER is not None)
     assert _core.blas_held() == 0
 
 
@@ -567,11 +568,11 @@ def test_results_without_a_setter_are_the_same(request, layout):
 
 @pytest.mark.usefixtures("hidden_setter")
 def test_without_a_setter_blas_is_left_alone():
-    if threads.blas_setter is None:
+    if SETTER is None:
         pytest.skip("there is no setting to read")
     from scipy.linalg import cython_blas
 
-    getter = threads.blas_setter.replace("_set_", "_get_").replace("Set_Num", "Get_Max")
+    getter = SETTER.replace("_set_", "_get_").replace("Set_Num", "Get_Max")
     get = getattr(ctypes.CDLL(cython_blas.__file__), getter)
     before = get()
     forward_and_backward(module(), normal(3, 9, D_MODEL), 2)
@@ -733,12 +734,13 @@ def test_a_child_forked_while_blas_is_held_has_blas_as_it_was(tmp_path):
     code = """
         import ctypes
         from scipy.linalg import cython_blas
-        if threads.blas_setter is None:
+        setter = threads.bind_blas()
+        if setter is None:
             print("{0}")
             sys.exit()
         library = ctypes.CDLL(cython_blas.__file__)
-        get = getattr(library, dict((s, g) for g, s in threads.BLAS_NAMES)[threads.blas_setter])
-        getattr(library, threads.blas_setter)(2)
+        get = getattr(library, dict((s, g) for g, s in threads.BLAS_NAMES)[setter])
+        getattr(library, setter)(2)
         big = np.random.default_rng(0).standard_normal((1, 8, 1024, 64), dtype=np.float32)
         done = threading.Event()
 

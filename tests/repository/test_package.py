@@ -95,7 +95,7 @@ def test_show_config_prints_what_a_bug_report_needs(capsys):
     for part in (
         fastmha.__version__, _core.__file__, platform.python_version(), np.__version__, scipy.__version__,
         fastmha.tuning.cpu_name(), platform.machine(), f"{isa} ({8 * width}-bit vectors)", ", ".join(RUNNABLE), "BLAS",
-        fastmha.threads.blas_setter or "no setter found", f"{fastmha.get_num_threads()} per call",
+        fastmha.threads.bind_blas() or "no setter found", f"{fastmha.get_num_threads()} per call",
     ):  # fmt: skip
         assert part in text
     lines = text.splitlines()
@@ -186,6 +186,66 @@ def test_import_needs_nothing_but_numpy_and_scipy(tmp_path):
     names, study = map(ast.literal_eval, ran.stdout.splitlines())
     assert set(names) <= {"fastmha", "numpy", "scipy"}
     assert study == []
+
+
+def test_blas_is_imported_by_the_first_product_that_it_makes_and_by_nothing_before(tmp_path):
+    code = """
+        import sys
+        import numpy as np
+        import fastmha
+
+        def there():
+            return "scipy.linalg" in sys.modules
+
+        before = there()
+        x = np.random.default_rng(0).standard_normal((2, 4, 70, 16))
+        m = fastmha.MultiHeadAttention(32, 4, rng=0)
+        tokens = np.ones((2, 5, 32), np.float32)
+        m.backward(m.forward(tokens))
+        m.backward(m.forward(tokens, need_weights=True)[0])
+        cache = fastmha.KVCache(2, 4, 16)
+        out, lse = fastmha.attention(x, x, x, algorithm="tiled", return_lse=True)
+        gradients = fastmha.attention_backward(x, x, x, x, out, lse, algorithm="tiled")
+        meanwhile = there()
+        by_blas = fastmha.attention(x, x, x, algorithm="blas", return_lse=True)
+        gradients_by_blas = fastmha.attention_backward(x, x, x, x, *by_blas, algorithm="blas")
+        for ours, theirs in zip((out, *gradients), (by_blas[0], *gradients_by_blas)):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+        print(before, meanwhile, there())
+    """
+    ran = python(code, tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[0] == "False"
+    assert ran.stdout.split()[1] == "False" or not fastmha._core.fused_multiply_add()    # else "auto" may be BLAS's
+    assert ran.stdout.split()[2] == "True"
+
+
+@pytest.mark.parametrize("call", ["fastmha.attention(x, x, x, algorithm='blas')",
+                                  "fastmha.attention_backward(x, x, x, x, x, np.zeros((2, 4, 70)), algorithm='blas')",
+                                  "fastmha._core.matmul(y, y, z, False, True, 1.0, 0.0, None, (70, 70), 2)"])
+def test_whatever_needs_blas_first_gets_it_on_many_threads_at_a_time(tmp_path, call):
+    code = f"""
+        import threading
+        import numpy as np
+        import fastmha
+        from fastmha import _core
+        assert not _core.blas_threads_bound()
+        x, y, z = np.ones((2, 4, 70, 16)), np.ones((70, 16)), np.zeros((70, 70))
+        gate, failed = threading.Barrier(8), []
+        def work():
+            gate.wait()
+            try:
+                {call}
+            except BaseException as error:
+                failed.append(error)
+        many = [threading.Thread(target=work) for _ in range(8)]
+        for one in many: one.start()
+        for one in many: one.join()
+        assert not failed, failed
+        assert _core.blas_threads_bound() == (fastmha.threads.bind_blas() is not None)
+    """
+    ran = python(code, tmp_path)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_declared_dependencies_are_numpy_and_scipy():
