@@ -370,7 +370,7 @@ static void FMHA_NAME(tile_values)(const fmha_run *run, FMHA_NAME(rows) *block, 
         }
         /* 8 rows are one register tile, 7 are two: what an empty lane gives lies behind them, where nobody looks. */
         const ptrdiff_t taken = own == 7 && LANES >= 8 ? 8 : own;
-        if (BY_FOURS && many && block->by_fours)
+        if ((BY_FOURS || AGAIN_ROWS) && many && (block->by_fours || (run->reach >= DECODE_MEMORY && block->rows <= AGAIN_ROWS)))
             FMHA_NAME(product_columns_far)(none, taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);
         else if (many && none) FMHA_NAME(product_columns_first)(taken, value_width, many, a, lds, b, ldv, c, value_width, beside, of_key);
         else if (many) FMHA_NAME(product_columns)(taken, value_width, many, a, lds, b, ldv, c, value_width, shrink + q, beside, of_key);

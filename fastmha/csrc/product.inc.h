@@ -22,7 +22,7 @@ INLINED void FMHA_NAME(micro)(const int type, const int mr, const int nv, const 
                               ptrdiff_t ld_beside, FMHA_NAME(results) *results, ptrdiff_t width)
 {
     const ptrdiff_t size = FMHA_NAME(stored_size)(type);
-    const int grouped = mr > MICRO_MOST_ROWS;       /* an address for each four rows: there are no registers for one each */
+    const int grouped = mr >= MICRO_GROUPED && (init & FMHA_FETCH_ROWS);    /* an address for each four rows, not for one each */
     const REAL *group[MICRO_SINGLE_ROWS / 4];
     VEC sum[MICRO_SINGLE_ROWS][MICRO_VECTORS];
 #pragma GCC unroll 4

@@ -42,6 +42,10 @@
 /* The same where a product has no more rows and a single vector of columns: what is left over would wait for its own few sums. */
 #define MICRO_SINGLE_ROWS  FMHA_OF(    12,     12,     12,     16,     12)
 
+/* Rows of a tile of scores from which on four share an address, where a compiler has no registers for one each and reads them from
+ * the stack: 12 rows of one vector are 1.1 times as fast with AVX2, where each of their loads serves one multiplication. */
+#define MICRO_GROUPED      FMHA_OF(    13,     13,      9,     13,     13)
+
 /* Rows of a packed panel that FMHA_FETCH fetches ahead: from memory some KB pay. */
 #define MICRO_AHEAD        FMHA_OF(     6,      6,     64,     24,      6)
 
@@ -200,6 +204,11 @@
 /* Rows of a block up to which the keys of the next tile are fetched beside the values of this one: with AVX2 on Zen 3 those of
  * more rows wait for their own lines, and the product takes 1.1 times as long. */
 #define KEYS_BESIDE        FMHA_OF(    64,     64,     32,     64,     64)
+
+/* Rows of a head up to which each panel of values asks for them once more where they come from memory, see DECODE_MEMORY; where scores
+ * are products of fours it always does. */
+#define AGAIN_ROWS         FMHA_OF(     0,      0, AGAIN_2,     0,      0)
+#define AGAIN_2            (sizeof(REAL) == 4 ? 8 : 0)
 
 /* Rows of a block up to which it waits for memory: keys and values whose rows follow each other are fetched line after line,
  * which memory delivers 1.3 times as fast. */
