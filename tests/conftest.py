@@ -35,8 +35,6 @@ def neighbours(request):
 def pytest_addoption(parser):
     parser.addoption("--one-in", type=int, default=1, metavar="N",
                      help="of a test's cases, take one in N, by a hash of the name; of four or fewer, all")  # fmt: skip
-
-
     parser.addoption("--beyond", metavar="XML",
                      help="leave out the tests that ran in another run, of which this is what --junit-xml wrote")  # fmt: skip
 
