@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import importlib.util
 import json
 import os
 import random
@@ -17,21 +16,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from study_support import ABOUT, LIMITS, needs_extra
 
 import fastmha
 from fastmha.study import __main__ as command
 from fastmha.study import folder, report, runner
 from fastmha.study.trial import Trial
 
-EXTRA = [name for name in command.EXTRA if importlib.util.find_spec(name) is None]
-needs_extra = pytest.mark.skipif(bool(EXTRA), reason=f'{", ".join(EXTRA)} not installed: pip install "fastmha[study]"')
 posix = pytest.mark.skipif(sys.platform == "win32", reason="locks of POSIX")
-
-ABOUT = {"command": "fastmha study", "date": "2025-01-02T03:04:05+00:00", "quick": True, "threads": 2,
-         "machine": {"cpu": "A CPU", "cpus_usable": 2, "caches": {"L1d": 49152, "L3": 32 << 20}, "system": "Linux",
-                     "architecture": "x86_64"},
-         "versions": {"fastmha": "1.0", "python": "3.11"}, "kernels": {"isa": "avx2", "vector_bytes": 32}}
-LIMITS = {"float32": 200e9, "float64": 100e9, "read": 20e9}
 
 # `fastmha study` in a process of its own, its measurements: "0", "1", … of so many seconds each, which find the process
 STUDY = """

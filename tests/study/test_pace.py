@@ -1,6 +1,5 @@
 """How long a study takes: announced, kept to within a limit, repetitions given up before cases. On clocks that are not real."""
 
-import importlib.util
 import json
 import random
 import re
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from study_support import needs_extra
 
 from fastmha.study import __main__ as command
 from fastmha.study import cases, counts, heads, machine, memory, pace, questions, report, runner, trial
@@ -18,8 +18,6 @@ from fastmha.study.answer import Question
 from fastmha.study.pace import Budget
 from fastmha.study.trial import Trial
 
-EXTRA = [name for name in command.EXTRA if importlib.util.find_spec(name) is None]
-needs_extra = pytest.mark.skipif(bool(EXTRA), reason=f'{", ".join(EXTRA)} not installed: pip install "fastmha[study]"')
 TWO_MINUTES, QUARTER = 120.0, 0.25
 
 # about what `pace.calibrated` finds on two cores of a Xeon of 2.5 GHz: a slow machine
