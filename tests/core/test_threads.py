@@ -26,8 +26,8 @@ VARIABLES = ("FASTMHA_NUM_THREADS", "OMP_NUM_THREADS")
 SETTER = threads.bind_blas()        # the name of the function by which SciPy's BLAS is held at one thread, or None
 
 
-def module(layout="auto"):
-    return fastmha.MultiHeadAttention(D_MODEL, HEADS, num_kv_heads=2, use_bias=True, layout=layout, rng=0)
+def module(layout="auto", algorithm="auto"):
+    return fastmha.MultiHeadAttention(D_MODEL, HEADS, num_kv_heads=2, use_bias=True, layout=layout, algorithm=algorithm, rng=0)
 
 
 def in_a_process(code, tmp_path, **environment):
@@ -394,6 +394,7 @@ def test_every_call_leaves_blas_as_it_was(blas_count, num_threads):
     q = normal(2, 4, 9, 8)
     before = blas_count()
     for call in (
+        lambda: forward_and_backward(module(algorithm="blas"), X, num_threads),
         lambda: m.forward(X, num_threads=num_threads),
         lambda: m.backward(X, num_threads=num_threads),
         lambda: m.forward(X, need_weights=True, training=False, num_threads=num_threads),
@@ -556,7 +557,7 @@ def forward_and_backward(m, X, num_threads):
 
 @pytest.mark.parametrize("layout", ["strided", "contiguous"])
 def test_results_without_a_setter_are_the_same(request, layout):
-    m, X = module(layout), normal(3, 150, D_MODEL)
+    m, X = module(layout, "blas"), normal(3, 150, D_MODEL)
     expected = forward_and_backward(m, X, 2)
     request.getfixturevalue("hidden_setter")
     one, two, again = (forward_and_backward(m, X, n) for n in (1, 2, 2))
@@ -575,7 +576,7 @@ def test_without_a_setter_blas_is_left_alone():
     getter = SETTER.replace("_set_", "_get_").replace("Set_Num", "Get_Max")
     get = getattr(ctypes.CDLL(cython_blas.__file__), getter)
     before = get()
-    forward_and_backward(module(), normal(3, 9, D_MODEL), 2)
+    forward_and_backward(module(algorithm="blas"), normal(3, 9, D_MODEL), 2)
     assert get() == before
     assert _core.blas_held() == 0
 
