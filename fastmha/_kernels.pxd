@@ -119,11 +119,10 @@ cdef extern from "csrc/fastmha.h" nogil:
         void (*lift_rows)(ptrdiff_t, ptrdiff_t, const void *, ptrdiff_t, void *, ptrdiff_t) noexcept nogil
         void (*lower_row)(ptrdiff_t, const void *, const void *, void *) noexcept nogil
         void (*tiled_forward)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*forward_scratch)(const fmha_problem *) noexcept nogil
+        ptrdiff_t (*tiled_scratch)(const fmha_problem *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*run_scratch)(const fmha_problem *) noexcept nogil
         void (*tiled_merge)(void *, ptrdiff_t, int) noexcept nogil
         void (*tiled_weights)(void *, ptrdiff_t, int) noexcept nogil
-        ptrdiff_t (*weights_scratch)(const fmha_problem *) noexcept nogil
         void (*decode)(void *, ptrdiff_t, int) noexcept nogil
         ptrdiff_t (*decode_scratch)(const fmha_problem *) noexcept nogil
         void (*decode_neighbours)(void *, ptrdiff_t, int) noexcept nogil

@@ -18,12 +18,13 @@
 #define LONE_ROWS 16            /* of as few it is FAR_LSE, however many keys: the rounding of lse, the error of grad_k, is not evened out */
 
 /* What is kept of a block, in the scratch of the thread or, of a head that is split, where all items see it: sums of grad_q
- * (queries, width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); of each row
- * shift and inverse in P = exp(score - shift) * inverse, delta, the lift of its scores, the sum of P so far, and what that has
- * lost; its kind, of the block and at its first row alone, a sum of those below; and of few rows that have own sums what the
- * products of these were, scores and then grad_weights (rows, keys). */
+ * (queries, width), q^T scaled (D, queries), grad_out^T (Dv, queries), or of few rows, not transposed (rows, width); copies of
+ * the rows of q (rows, width) and grad_out (rows, value width), see rows_kept, or NULL; of each row shift and inverse in
+ * P = exp(score - shift) * inverse, delta, the lift of its scores, the sum of P so far, and what that has lost; its kind, of the
+ * block and at its first row alone, a sum of those below; and of few rows that have own sums what the products of these were,
+ * scores and then grad_weights (rows, keys). */
 typedef struct {
-    REAL *grad_q, *q, *grad_out, *shift, *inverse, *delta, *lift, *sum, *lost, *kind, *products;
+    REAL *grad_q, *q, *grad_out, *rows_q, *rows_grad_out, *shift, *inverse, *delta, *lift, *sum, *lost, *kind, *products;
 } FMHA_NAME(packed);
 
 /* lift is not 1; inverse may not be 1; products are kept; some of q, or of grad_out, is not finite; own sums are taken of the
@@ -44,6 +45,14 @@ static inline ptrdiff_t FMHA_NAME(kept_product)(const fmha_problem *p)
     return rows <= FEW_QUERIES ? rows * p->Lk : 0;
 }
 
+/* Whether rows of q and grad_out, which products read as they are, too, would be copied for each of several tiles: then copies are
+ * kept. grad_out is taken to lie as q does. */
+static int FMHA_NAME(rows_kept)(const fmha_problem *p)
+{
+    const int crowded = FMHA_NAME(crowded)(p->q.stride[2], p->D, TILE_KEYS);
+    return p->Lk > TILE_KEYS && p->parts == 0 && (p->element != FMHA_SAME || p->D % LANES != 0 || p->Dv % LANES != 0 || crowded);
+}
+
 /* What is kept of so many rows, in whole blocks; returns the size in REALs, without memory that is all. */
 static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows, REAL *memory, FMHA_NAME(packed) *to)
 {
@@ -51,6 +60,11 @@ static ptrdiff_t FMHA_NAME(packed_layout)(const fmha_problem *p, ptrdiff_t rows,
     to->grad_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
     to->q = FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS * BLOCK_LD * p->D);
     to->grad_out = FMHA_NAME(take)(memory, &used, rows / BLOCK_ROWS * BLOCK_LD * p->Dv);
+    to->rows_q = to->rows_grad_out = NULL;
+    if (FMHA_NAME(rows_kept)(p)) {
+        to->rows_q = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->D, LANES));
+        to->rows_grad_out = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
+    }
     to->shift = FMHA_NAME(take)(memory, &used, rows);
     to->inverse = FMHA_NAME(take)(memory, &used, rows);
     to->delta = FMHA_NAME(take)(memory, &used, rows);
@@ -85,7 +99,8 @@ static inline ptrdiff_t FMHA_NAME(head_rows)(const fmha_problem *p)
  * third or from memory. Under a narrow band each block meets few tiles, one soon after the other: then all rows are one section. */
 static ptrdiff_t FMHA_NAME(section_rows)(const fmha_problem *p)
 {
-    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), of_row = (3 * p->D + 2 * p->Dv) * (ptrdiff_t)sizeof(REAL);
+    const ptrdiff_t rows = FMHA_NAME(head_rows)(p), copied = FMHA_NAME(rows_kept)(p);
+    const ptrdiff_t of_row = ((3 + copied) * p->D + (2 + copied) * p->Dv) * (ptrdiff_t)sizeof(REAL);
     const int narrow = p->banded && p->left <= NARROW_KEYS && p->right <= NARROW_KEYS;
     if (p->parts > 0 || rows * of_row <= SECTIONS_FROM || narrow) return rows;
     return of_row * BLOCK_ROWS < SECTION_BYTES ? SECTION_BYTES / of_row / BLOCK_ROWS * BLOCK_ROWS : BLOCK_ROWS;
@@ -123,6 +138,8 @@ static inline FMHA_NAME(packed) FMHA_NAME(packed_from)(const fmha_problem *p, co
     return (FMHA_NAME(packed)){
         .grad_q = all->grad_q + at * ROUND_UP(p->D, LANES), .q = all->q + at / BLOCK_ROWS * BLOCK_LD * p->D,
                 .grad_out = all->grad_out + at / BLOCK_ROWS * BLOCK_LD * p->Dv,
+        .rows_q = all->rows_q ? all->rows_q + at * ROUND_UP(p->D, LANES) : NULL,
+        .rows_grad_out = all->rows_grad_out ? all->rows_grad_out + at * ROUND_UP(p->Dv, LANES) : NULL,
         .shift = all->shift + at, .inverse = all->inverse + at, .delta = all->delta + at, .lift = all->lift + at,
         .sum = all->sum + at, .lost = all->lost + at, .kind = all->kind + at, .products = all->products,
     };
@@ -386,6 +403,30 @@ static inline int FMHA_NAME(is_idle)(const fmha_problem *p, const char *grad_out
     return d == p->Dv;
 }
 
+/* The block's rows of x (q or grad_out), which meet n keys, as rows of whole vectors: where they lie if they are one head's, or
+ * copied; finite ones where `kept` has a copy already, unless that is NULL. */
+static const REAL *FMHA_NAME(block_matrix)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t n,
+                                           ptrdiff_t width, int finite, const REAL *kept, REAL *copy, ptrdiff_t *ld)
+{
+    const ptrdiff_t whole = ROUND_UP(width, LANES);
+    const int single = p->element == FMHA_SAME && block->head[0] == block->head[block->rows - 1];
+    const int crowded = FMHA_NAME(crowded)(x->stride[2], width, n);
+    if (finite && kept && (!single || whole != width || crowded)) {
+        *ld = whole;
+        return kept;
+    }
+    if (single)
+        return FMHA_NAME(whole_rows)((const REAL *)FMHA_NAME(row_of)(p, x, block, 0), x->stride[2], block->rows, width, finite, crowded, copy, ld);
+    for (ptrdiff_t r = 0; r < block->rows; r++) {
+        const REAL *row = FMHA_NAME(real_row)(p->element, FMHA_NAME(row_of)(p, x, block, r), width, copy + r * whole);
+        if (finite && p->element != FMHA_SAME) continue;        /* converted, with the zeros beyond */
+        for (ptrdiff_t d = 0; d < width; d++) copy[r * whole + d] = finite || row[d] - row[d] == 0 ? row[d] : 0;
+        for (ptrdiff_t d = width; d < whole; d++) copy[r * whole + d] = 0;
+    }
+    *ld = whole;
+    return copy;
+}
+
 /* The packed operands and the state of each row that is wanted, a bit each; known: from a pass over blocks before. */
 static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, const FMHA_NAME(packed) *to, int known,
                                      uint64_t wanted)
@@ -406,6 +447,11 @@ static void FMHA_NAME(prepare_block)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
     if (kind && !FMHA_NAME(finite_block)(p, &p->q, block, p->D)) kind |= FMHA_NAME(nonfinite_q);
     const int ordinary = !kind, lone = FMHA_NAME(is_lone)(w, block);
     FMHA_NAME(pack_rows)(p, block, &run->grad_out, p->Dv, to->grad_out);
+    if (to->rows_q) {
+        ptrdiff_t unused;
+        FMHA_NAME(block_matrix)(p, &p->q, block, TILE_KEYS, p->D, 1, NULL, to->rows_q, &unused);
+        FMHA_NAME(block_matrix)(p, &run->grad_out, block, TILE_KEYS, p->Dv, 1, NULL, to->rows_grad_out, &unused);
+    }
     for (ptrdiff_t r = 0; r < block->queries; r++) {
         to->shift[r] = (REAL)INFINITY;        /* exp(score - inf) = 0: empty rows, those not wanted and lanes beyond the rows */
         to->inverse[r] = 1;
@@ -484,25 +530,6 @@ static int FMHA_NAME(mended)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *block, con
 {
     char apart[BLOCK_ROWS];
     return FMHA_NAME(rows_apart)(w, block, packed, wanted, apart) && FMHA_NAME(own_sums)(w, block, packed, apart);
-}
-
-/* The block's rows of x (q or grad_out), which meet n keys, as rows of whole vectors: where they lie if they are one head's, or
- * copied. */
-static const REAL *FMHA_NAME(block_matrix)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t n,
-                                           ptrdiff_t width, int finite, REAL *copy, ptrdiff_t *ld)
-{
-    ptrdiff_t whole = ROUND_UP(width, LANES);
-    if (p->element == FMHA_SAME && block->head[0] == block->head[block->rows - 1])
-        return FMHA_NAME(whole_rows)((const REAL *)FMHA_NAME(row_of)(p, x, block, 0), x->stride[2], block->rows, width, finite,
-                                     FMHA_NAME(crowded)(x->stride[2], width, n), copy, ld);
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        const REAL *row = FMHA_NAME(real_row)(p->element, FMHA_NAME(row_of)(p, x, block, r), width, copy + r * whole);
-        if (finite && p->element != FMHA_SAME) continue;        /* converted, with the zeros beyond */
-        for (ptrdiff_t d = 0; d < width; d++) copy[r * whole + d] = finite || row[d] - row[d] == 0 ? row[d] : 0;
-        for (ptrdiff_t d = width; d < whole; d++) copy[r * whole + d] = 0;
-    }
-    *ld = whole;
-    return copy;
 }
 
 /* c[k, :] += a[k, r] * x_r for the non-finite rows x_r of the block, allowed pairs only; converted: scratch for the rows. */
@@ -749,14 +776,14 @@ static int FMHA_NAME(tile_gradients)(FMHA_NAME(backward) *w, FMHA_NAME(rows) *bl
             v_store(s + k * lds + q, v_load(s + k * lds + q) * v_load(w->m.kept + k * lds + q));
     /* grad_v (keys, Dv) <- grad_v + weights^T (keys, queries) @ grad_out (queries, Dv) */
     int finite = !((int)*packed->kind & FMHA_NAME(nonfinite_grad_out)) || !touched;
-    const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, n, p->Dv, finite, w->m.copy_grad_out, &ld);
+    const REAL *rows = FMHA_NAME(block_matrix)(p, &run->grad_out, block, n, p->Dv, finite, packed->rows_grad_out, w->m.copy_grad_out, &ld);
     FMHA_NAME(product_keys)(block, banded, n, s, rows, ld, value_width, first, 1, grad_v);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, s, &run->grad_out, p->Dv, w->m.rows, grad_v, value_width);
     FMHA_NAME(fetch_part)(w->next, 1);
     /* grad_k (keys, D) <- grad_k + grad_scores^T (keys, queries) @ q (queries, D) */
     finite = !((int)*packed->kind & FMHA_NAME(nonfinite_q)) || !touched;
     const int multiplied = first && !banded && finite;
-    rows = FMHA_NAME(block_matrix)(p, &p->q, block, n, p->D, finite, w->m.copy_q, &ld);
+    rows = FMHA_NAME(block_matrix)(p, &p->q, block, n, p->D, finite, packed->rows_q, w->m.copy_q, &ld);
     FMHA_NAME(product_keys)(block, banded, n, g, rows, ld, width, first, multiplied ? factor : 1, grad_k);
     if (!finite) FMHA_NAME(rows_nonfinite)(p, block, j, n, g, &p->q, p->D, w->m.rows, grad_k, width);
     FMHA_NAME(fetch_part)(w->next, 2);

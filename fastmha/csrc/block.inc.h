@@ -34,6 +34,8 @@ typedef struct {
     FMHA_NAME(part) part[5];
 } FMHA_NAME(next);
 
+struct FMHA_NAME(gathered);
+
 /* One block of rows of the stacked heads of a group, and the scratch it works in; queries is rows in whole vectors, ld how far
  * apart rows of so many lie there. */
 typedef struct {
@@ -55,7 +57,9 @@ typedef struct {
     FMHA_NAME(results) results;
     int lifted;                         /* scores are products times a lift of the rows */
     REAL drowned;                       /* no score of the keys that were left out is above it */
-    const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL */
+    const struct FMHA_NAME(gathered) *gathered;     /* what of the head's keys and values is gathered, or NULL */
+    const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL, */
+    ptrdiff_t of_value;                 /* and how far apart they are */
     FMHA_NAME(next) *next;              /* or NULL */
     FMHA_NAME(next) *ahead;             /* rows that are fetched beside scores of spans, or NULL */
     const char *then;                   /* the first keys of the item that the thread probably takes next, or NULL */
@@ -141,7 +145,9 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->written = 0;
     block->boolean = p->bool_mask.data != NULL;
     block->additive = p->additive_mask.data != NULL;
+    block->gathered = NULL;
     block->values = NULL;
+    block->of_value = p->v.stride[2];
     block->next = NULL;
     block->ahead = NULL;
     block->then = NULL;
@@ -381,6 +387,7 @@ static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdif
     }
     for (ptrdiff_t i = 0; i < n; i++)
         for (ptrdiff_t d = 0; d < width; d += LANES) {
+            if (crowded && d % LINE == 0) v_prefetch(x + (i + CROWDED_AHEAD) * stride + d);
             VEC value = v_load_n(x + i * stride + d, width - d, 0);
             v_store(copy + i * whole + d, finite ? value : v_select(v_equal(value - value, v_splat(0)), value, v_splat(0)));
         }
@@ -485,7 +492,7 @@ static inline void FMHA_NAME(tile_scores)(const fmha_problem *p, const FMHA_NAME
                                           const REAL *packed, const REAL *lift, REAL *s)
 {
     if (lift) fmha_keep_subnormal_operands();
-    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s, block->values, FMHA_NAME(beside_by)(p, block, p->v.stride[2]));
+    FMHA_NAME(product_scores)(block, banded, n, p->D, keys, ld, packed, s, block->values, FMHA_NAME(beside_by)(p, block, block->of_value));
     if (!lift) return;
     FMHA_NAME(set_control)(p);
     for (ptrdiff_t v = 0; v < block->queries / LANES; v++) {

@@ -8,6 +8,7 @@
 #include "product.inc.h"
 #include "scores.inc.h"
 #include "block.inc.h"
+#include "gathered.inc.h"
 #include "mask.inc.h"
 #include "forward.inc.h"
 #include "forward_items.inc.h"
@@ -74,11 +75,10 @@ const fmha_kernels FMHA_NAME(kernels) = {
     .lift_rows = FMHA_NAME(lift_rows),
     .lower_row = FMHA_NAME(lower_row),
     .tiled_forward = FMHA_NAME(tiled_forward),
-    .forward_scratch = FMHA_NAME(forward_scratch),
+    .tiled_scratch = FMHA_NAME(tiled_scratch),
     .run_scratch = FMHA_NAME(run_scratch),
     .tiled_merge = FMHA_NAME(tiled_merge),
     .tiled_weights = FMHA_NAME(tiled_weights),
-    .weights_scratch = FMHA_NAME(weights_scratch),
     .tiled_backward = FMHA_NAME(tiled_backward),
     .backward_scratch = FMHA_NAME(backward_scratch),
     .backward_kept = FMHA_NAME(backward_kept),

@@ -230,14 +230,14 @@ typedef struct {
     void (*lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy);
     void (*lower_row)(ptrdiff_t n, const void *x, const void *divisor, void *to);
 
-    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements per thread. Items of fewer than all keys are runs,
-     * each of which leaves run_scratch elements, of fmha_run_rows rows, that a second pass merges. */
+    /* The tiled algorithm: items of the pool, context an fmha_run; scratch in elements of a thread, one of so many, which begins with a
+     * pointer NULL. Items of fewer than all keys are runs, each of which leaves run_scratch elements, of fmha_run_rows rows, that a
+     * second pass merges. */
     void (*tiled_forward)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*forward_scratch)(const fmha_problem *p);
+    ptrdiff_t (*tiled_scratch)(const fmha_problem *p, ptrdiff_t threads, int weights);
     ptrdiff_t (*run_scratch)(const fmha_problem *p);
     void (*tiled_merge)(void *context, ptrdiff_t item, int worker);
     void (*tiled_weights)(void *context, ptrdiff_t item, int worker);
-    ptrdiff_t (*weights_scratch)(const fmha_problem *p);
     /* The decode algorithm: chunks of keys, each of which leaves a result of chunk_scratch elements, then their merging. The scratch of
      * each thread begins with a ptrdiff_t of 0. */
     void (*decode)(void *context, ptrdiff_t item, int worker);

@@ -399,7 +399,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
     int partly = 0, none = !(purpose & FMHA_NAME(continued));      /* none: no sums of out yet */
     const int far = FMHA_NAME(values_far)(run);
     const ptrdiff_t of_key = FMHA_NAME(beside_by)(p, block, p->k.stride[2]);
-    const int keys_far = far && block->rows <= KEYS_BESIDE;
+    const int keys_far = far && block->rows <= KEYS_BESIDE && !FMHA_NAME(has_gathered)(block, 0);
     if (first < block->j0) first = block->j0;
     if (last > block->j1) last = block->j1;
     /* The grid of tiles starts at key 0 whatever the block, so that a row meets the same tiles in any company. */
@@ -412,9 +412,9 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         partly |= touched;
         if (purpose & FMHA_NAME(hopeful)) FMHA_NAME(leave_out)(p, block, packed, &j, &n, converted);
         if (n == 0) continue;
-        const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j, n, p->D, converted, &ld);
-        keys = FMHA_NAME(apart_rows)(keys, ld, n, p->D, block->queries, copy, &ld);
-        block->values = far ? FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j) : NULL;
+        const REAL *keys = FMHA_NAME(keys_of_block)(p, block, j, n, converted, &ld);
+        if (!FMHA_NAME(has_gathered)(block, 0)) keys = FMHA_NAME(apart_rows)(keys, ld, n, p->D, block->queries, copy, &ld);
+        block->values = far ? FMHA_NAME(values_ahead)(p, block, j) : NULL;
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
         FMHA_NAME(fetch_part)(block->next, 0);
         FMHA_NAME(tile_scores)(p, block, FMHA_NAME(set_spans)(block, j, n, GRANULE), n, keys, ld, packed, lift, s);
@@ -433,11 +433,13 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
                 for (ptrdiff_t q = k * lds; q < k * lds + block->queries; q += LANES) v_store(s + q, v_load(s + q) * factor);
         }
         if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, s, NULL);
-        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld), *rows = copy;
+        const REAL *values = FMHA_NAME(values_of_block)(p, block, j, n, converted, &ld), *rows = copy;
         ldv = value_width;
         if (purpose & FMHA_NAME(raised)) {
             memset(copy, 0, (size_t)(n * value_width) * sizeof(REAL));
             FMHA_NAME(lift_rows)(n, p->Dv, values, ld, copy, value_width);
+        } else if (FMHA_NAME(has_gathered)(block, 1) && !careful) {
+            rows = values;
         } else {
             rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(crowded)(ld, p->Dv, block->rows), copy, &ldv);
         }

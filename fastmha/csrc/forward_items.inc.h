@@ -265,6 +265,7 @@ static __attribute__((noinline)) uint64_t FMHA_NAME(even_rows)(const fmha_run *r
             one.rows = 1;
             one.queries = one.ld = LANES;
             one.next = NULL;
+            one.gathered = NULL;        /* which has keys of their width */
             one.head[0] = block->head[r];
             one.query[0] = block->query[r];
             one.row0[0] = low;
@@ -377,6 +378,16 @@ static inline FMHA_NAME(turn) FMHA_NAME(turn_of_part)(const fmha_run *run, const
                              (int)(part / run->part_keys)};
 }
 
+/* What the thread gathers, at the start of its scratch, for a block, or NULL: not for what is at hand; nor is it where the next
+ * block is another head's. Returns the scratch behind that. */
+static REAL *FMHA_NAME(begin_gathered)(const fmha_run *run, int worker, FMHA_NAME(rows) *block, FMHA_NAME(gathered) *gathered)
+{
+    REAL *scratch = FMHA_NAME(scratch_of)(run, worker);
+    scratch += FMHA_NAME(gathered_layout)(&run->p, run->threads, scratch, gathered);
+    if (block && gathered->head && !run->cut.heads_inside) block->gathered = gathered;
+    return scratch;
+}
+
 /* Rows of a block against one run of keys, or a part of it, which goes on from what the part before has left. */
 static __attribute__((noinline)) void FMHA_NAME(run_of_keys)(const fmha_run *run, const fmha_item *item, int worker)
 {
@@ -393,7 +404,8 @@ static __attribute__((noinline)) void FMHA_NAME(run_of_keys)(const fmha_run *run
     if (!meets) return;
     const FMHA_NAME(turn) turn = FMHA_NAME(turn_of_part)(run, item);
     FMHA_NAME(mask_rows)(&run->p, &block, item->j0, item->j0 + item->cols);
-    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
+    FMHA_NAME(gathered) unused;
+    FMHA_NAME(forward_layout)(&run->p, TILE_KEYS, FMHA_NAME(begin_gathered)(run, worker, NULL, &unused), &m);
     FMHA_NAME(begin_item)(&run->p);
     const REAL *lift = FMHA_NAME(pack_queries)(&run->p, &block, m.packed, m.lift) ? m.lift : NULL;
     if (!FMHA_NAME(wait_for)(&turn)) return;
@@ -441,6 +453,8 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
     }
     FMHA_NAME(rows) block;
     FMHA_NAME(block_rows)(&run->p, &block, item.b, item.h, item.i0, item.rows);
+    FMHA_NAME(gathered) gathered;
+    REAL *scratch = FMHA_NAME(begin_gathered)(run, worker, &block, &gathered);
     FMHA_NAME(next) next, ahead;
     block.next = FMHA_NAME(next_of)(run, index, NEXT_NEAR, NEXT_FAR, 0, &next);
     if (!block.next) block.ahead = FMHA_NAME(next_of_band)(run, index, &block, &ahead);
@@ -449,7 +463,7 @@ static void FMHA_NAME(tiled_forward)(void *context, ptrdiff_t index, int worker)
         const fmha_item then = fmha_item_of(&run->cut, later);
         block.then = FMHA_NAME(stored_row)(&run->p, &run->p.k, then.b, then.h, 0);
     }
-    FMHA_NAME(forward_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
+    FMHA_NAME(forward_rows)(run, &item, &block, scratch, ALL_ROWS);
 }
 
 /* Item: rows of a block whose runs of keys become one softmax. */
@@ -533,7 +547,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     FMHA_NAME(forward_memory) m;
     FMHA_NAME(weights_layout)(p, scratch, &m);
     REAL *s = m.scores, *out = m.out, *peak = m.peak, *total = m.total, *lift = m.lift;
-    const REAL *keys = FMHA_NAME(computed_rows)(p, &p->k, block->b, block->hkv, j0, n, p->D, m.converted, &ldk);
+    const REAL *keys = FMHA_NAME(keys_of_block)(p, block, j0, n, m.converted, &ldk);
     if (!FMHA_NAME(pack_queries)(p, block, m.packed, lift)) lift = NULL;
     FMHA_NAME(begin_rows)(p, block, peak, total);
     int touched = FMHA_NAME(touched)(block, j0, n);
@@ -543,9 +557,11 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
             block->low[v] = 0;
             block->high[v] = part;
         }
-        if (FMHA_NAME(values_far)(run)) block->values = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j0 + j);
+        if (FMHA_NAME(values_far)(run)) block->values = FMHA_NAME(values_ahead)(p, block, j0 + j);
         /* scores^T (keys, queries) <- k (keys, D) @ (scale * q)^T (D, queries) */
-        const REAL *apart = FMHA_NAME(apart_rows)(keys + j * ldk, ldk, part, p->D, queries, m.copy, &ld);
+        const REAL *apart = keys + j * ldk;
+        ld = ldk;
+        if (!FMHA_NAME(has_gathered)(block, 0)) apart = FMHA_NAME(apart_rows)(apart, ldk, part, p->D, queries, m.copy, &ld);
         FMHA_NAME(tile_scores)(p, block, 0, part, apart, ld, m.packed, lift, s + j * lds);
         if (touched || FMHA_NAME(rescored)(p)) FMHA_NAME(mask_tile)(p, block, j0 + j, s + j * lds, NULL);
     }
@@ -561,12 +577,14 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
     }
     if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j0, s, NULL);
     FMHA_NAME(write_weights)(run, block, n, s, wanted);
-    const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j0, n, p->Dv, m.converted, &ldv);
+    const REAL *values = FMHA_NAME(values_of_block)(p, block, j0, n, m.converted, &ldv);
     for (int careful = 0; careful < 2; careful++) {
         memset(out, 0, (size_t)(queries * value_width) * sizeof(REAL));
         /* out (queries, Dv) <- weights^T (keys, queries)^T @ v (keys, Dv) */
-        const REAL *rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv, block->rows),
-                                                m.copy, &ld);
+        const REAL *rows = values;
+        ld = ldv;
+        if ((careful && touched) || !FMHA_NAME(has_gathered)(block, 1))
+            rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(crowded)(ldv, p->Dv, block->rows), m.copy, &ld);
         FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, lds, rows, ld, out, value_width);
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;
@@ -589,5 +607,14 @@ static void FMHA_NAME(tiled_weights)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     const fmha_item item = FMHA_NAME(item_rows)(run, index, &block);
     if (item.rows == 0) return;
-    FMHA_NAME(weights_rows)(run, &item, &block, FMHA_NAME(scratch_of)(run, worker), ALL_ROWS);
+    FMHA_NAME(gathered) gathered;
+    REAL *scratch = FMHA_NAME(begin_gathered)(run, worker, &block, &gathered);
+    FMHA_NAME(weights_rows)(run, &item, &block, scratch, ALL_ROWS);
+}
+
+/* Scratch of a thread, one of so many, with what it gathers. */
+static ptrdiff_t FMHA_NAME(tiled_scratch)(const fmha_problem *p, ptrdiff_t threads, int weights)
+{
+    FMHA_NAME(gathered) unused;
+    return FMHA_NAME(gathered_layout)(p, threads, NULL, &unused) + (weights ? FMHA_NAME(weights_scratch)(p) : FMHA_NAME(forward_scratch)(p));
 }

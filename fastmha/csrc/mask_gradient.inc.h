@@ -45,6 +45,7 @@ static void FMHA_NAME(mask_gradient)(void *context, ptrdiff_t index, int worker)
     FMHA_NAME(rows) block;
     double *sums;
     FMHA_NAME(mask_gradient_layout)(p, FMHA_NAME(scratch_of)(run, worker), &w.m, &sums);
+    w.m.packed.rows_q = w.m.packed.rows_grad_out = NULL;        /* no product reads them */
     FMHA_NAME(begin_item)(p);
     memset(sums, 0, TILE_KEYS * BLOCK_ROWS * sizeof(double));
     for (ptrdiff_t b = b0; b < b1; b++)

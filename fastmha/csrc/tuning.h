@@ -227,9 +227,18 @@
  * reads them less often. */
 #define CROWDED_ROWS       FMHA_OF(    24,     24,     24,     24,     24)
 
+/* How many such rows ahead of where it is a copy fetches. */
+#define CROWDED_AHEAD      FMHA_OF(    16,     16,     16,     16,     16)
+
 /* Whether keys, whose rows a product broadcasts, and backward values, are copied as well: they share a part of the second
  * cache, too. */
 #define CROWDED_KEYS       FMHA_OF(     0,      0,      1,      0,      0)
+
+/* Blocks of a head for each thread from which on a thread gathers keys and values for several of them. */
+#define GATHERED_BLOCKS    FMHA_OF(     2,      2,      2,      2,      2)
+
+/* Bytes of these, at most. */
+#define GATHERED_BYTES     FMHA_OF((1 << 22), (1 << 22), (1 << 22), (1 << 22), (1 << 22))
 
 /* Keys whose scores a softcap asks together whether all are small. */
 #define CAPPED_KEYS        FMHA_OF(     8,      8,      8,      8,      8)

@@ -128,7 +128,7 @@ cdef fmha_cut packed_chunks_cut(const fmha_run *run, const fmha_kernels *kernels
 
 
 cdef ptrdiff_t forward_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
-    return kernels.forward_scratch(&run.p)
+    return kernels.tiled_scratch(&run.p, run.threads, False)
 
 
 cdef ptrdiff_t decode_scratch_of(const fmha_run *run, const fmha_kernels *kernels) noexcept nogil:
@@ -183,7 +183,7 @@ cdef int run_packed(Packed *c, ptrdiff_t items) noexcept nogil:
 cdef int packed_pass(Packed *c, fmha_task task, packed_cut cut, packed_scratch scratch, int threads) except -1:
     cdef ptrdiff_t most = 0, items
     cdef Scratch memory
-    c.task, c.cut, c.scratch = task, cut, scratch
+    c.task, c.cut, c.scratch, c.whole.threads = task, cut, scratch, threads
     items = packed_items(c, &most)
     if items == 0:
         return 0

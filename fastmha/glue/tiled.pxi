@@ -86,7 +86,7 @@ cdef int run_tiled(fmha_run *c, Problem problem, int threads, Blocks named) exce
     if c.p.parts > 0 and kernels.matrix_forward != NULL:
         return matrix_forward(c, kernels, items, problem.itemsize, threads)
     cdef fmha_task task = kernels.tiled_forward if c.weights == NULL else kernels.tiled_weights
-    cdef ptrdiff_t size = kernels.forward_scratch(&c.p) if c.weights == NULL else kernels.weights_scratch(&c.p)
+    cdef ptrdiff_t size = kernels.tiled_scratch(&c.p, threads, c.weights != NULL)
     cdef Scratch scratch = scratch_for(size * problem.itemsize, items, threads)
     lend(c, scratch)
     if blocks.merged:
@@ -366,4 +366,4 @@ def tiled_scratch(Problem problem, bint backward, int threads):
     cdef fmha_blocks blocks
     blocks_for(&problem.c, threads, True, False, &blocks)
     cdef ptrdiff_t left = fmha_runs_left(&problem.c, &blocks), shared = left * kernels.run_scratch(&problem.c) * problem.itemsize
-    return kernels.forward_scratch(&problem.c) * problem.itemsize, shared + bytes_of_turns(left, &blocks)
+    return kernels.tiled_scratch(&problem.c, threads, False) * problem.itemsize, shared + bytes_of_turns(left, &blocks)

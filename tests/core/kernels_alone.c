@@ -204,7 +204,7 @@ static void give_scratch(fmha_run *run, ptrdiff_t bytes, int threads)
 {
     run->scratch_size = (bytes / FMHA_CACHE_LINE + 1) * FMHA_CACHE_LINE;
     run->scratch = memory((size_t)(run->scratch_size * threads));
-    for (int n = 0; n < threads; n++) *(ptrdiff_t *)(run->scratch + n * run->scratch_size) = 0;        /* "decode" has begun nothing */
+    for (int n = 0; n < threads; n++) *(ptrdiff_t *)(run->scratch + n * run->scratch_size) = 0;        /* nothing is begun or gathered */
     run->threads = threads;
     run->some = 1;
 }
@@ -242,7 +242,7 @@ static void forward(const kind *t, fmha_run *run, int way, int threads)
         free(run->shared);
     } else {
         run->cut = rows;
-        give_scratch(run, (way == TILED ? kernels->forward_scratch : kernels->weights_scratch)(&run->p) * t->real, threads);
+        give_scratch(run, kernels->tiled_scratch(&run->p, threads, way == TILED_WEIGHTS) * t->real, threads);
         fmha_pool_run(way == TILED ? kernels->tiled_forward : kernels->tiled_weights, run, fmha_items(&rows), threads);
     }
     free(run->scratch);

@@ -206,17 +206,18 @@ def test_a_window_in_a_long_row_of_keys_has_the_bits_of_its_tiles(isa, dtype, rn
         assert_same(wanted, tiled(q, *shifted, window=(30, 10), offset=60 + 192 * tiles))
 
 
+def in_pages(x):
+    """The same numbers, each row at the beginning of 4 KB of NaN."""
+    pages = np.full((*x.shape[:-1], 4096 // x.itemsize), np.nan, x.dtype)
+    pages[..., : x.shape[-1]] = x
+    return pages[..., : x.shape[-1]]
+
+
 @dtypes
 @pytest.mark.parametrize("rules", RULES)
 def test_heads_in_rows_of_whole_pages_have_the_bits_of_contiguous_ones(isa, dtype, rules, rng):
     """Rows that share few sets of the caches are copied for some products, not for others: the same numbers."""
     q, k, v, g = draw(rng, 2, 4, 2, 70, 200, 16, 16, dtype)
-
-    def in_pages(x):
-        B, H, L, D = x.shape
-        pages = np.full((B, H, L, 4096 // x.itemsize), np.nan, dtype)
-        pages[..., :D] = x
-        return pages[..., :D]
 
     def results(q, k, v, g):
         out, lse = tiled(q, k, v, **RULES[rules])
@@ -225,6 +226,63 @@ def test_heads_in_rows_of_whole_pages_have_the_bits_of_contiguous_ones(isa, dtyp
 
     far = results(*map(in_pages, (q, k, v, g)))
     assert all(same_bits(x, y) for x, y in zip(far, results(q, k, v, g)))
+
+
+GATHERED = {        # how k and v lie, rules
+    "rows of whole pages": ("paged", {}),
+    "causal": ("paged", {"is_causal": True, "offset": np.array([100, -30])}),
+    "padding and softcap": ("paged", {"key_padding_lengths": np.array([400, 193]), "softcap": 2.0}),
+    "a window beyond the first tile": ("paged", {"window": (20, 5), "offset": np.array([195, 150])}),
+    "the same keys for all heads": ("shared k", {}),
+    "the same values for all heads": ("shared v", {}),
+    "widths of no whole vectors": ("odd", {"is_causal": True, "offset": 190}),
+    "what is not finite where it is removed": ("poisoned", {"is_causal": True, "offset": 100}),
+    "rows that attend all keys evenly": ("paged", {"mask": "padding rows"}),
+    "tiny values": ("tiny", {}),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("name", GATHERED)
+def test_blocks_that_find_keys_and_values_gathered_have_the_bits_of_blocks_that_read_them(isa, dtype, name, rng):
+    """Of heads of several blocks a thread gathers rows that crowd the caches, or are no whole vectors, once for all of its
+    blocks; where there are about as many threads as blocks, none does."""
+    lie, rules = GATHERED[name]
+    width = 5 if lie == "odd" else 16
+    q, k, v, g = draw(rng, 2, 4, 2, 200, 400, width, 16 if lie == "paged" else width, dtype)
+    if "mask" in rules:
+        mask = np.zeros((1, 1, 200, 400), dtype)
+        mask[..., :70, :] = np.finfo(dtype).min
+        rules = {"mask": mask}
+    if lie == "poisoned":
+        k[:, :, 350:], v[:, :, 350:], v[0, 1, 120, 3] = np.nan, np.inf, np.inf
+    if lie == "tiny":
+        v *= np.finfo(dtype).tiny / 16
+    if lie == "shared k":
+        k = np.broadcast_to(in_pages(k[:, :1]), k.shape)
+    if lie == "shared v":
+        v = np.broadcast_to(in_pages(v[:, :1]), v.shape)
+
+    def results(q, k, v, g, threads):
+        return (*run(fastmha, q, k, v, g, algorithm="tiled", threads=threads, **rules),
+                *fastmha.scaled_dot_product_attention(q[:, ::2], k, v, mask=rules.get("mask")))
+
+    wanted = results(q, np.ascontiguousarray(k), np.ascontiguousarray(v), g, 8)
+    for threads in (1, 2, 3):
+        got = results(*(in_pages(x) if x.strides[1] else x for x in (q, k, v, g)), threads)
+        assert_same(got, wanted, threads)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_packed_sequences_gather_keys_and_values_of_their_own(isa, dtype, threads, rng):
+    lengths = [300, 0, 257, 513, 3]
+    q, k, v = (in_pages(rng.standard_normal((sum(lengths), 2, 16)).astype(dtype)) for _ in range(3))
+    got = fastmha.attention_packed(q, k, v, lengths, is_causal=True, algorithm="tiled", num_threads=threads)
+    for n, end in zip(lengths, np.cumsum(lengths), strict=True):
+        alone = (np.ascontiguousarray(x[None, end - n : end]) for x in (q, k, v))
+        wanted = fastmha.attention(*alone, layout="BLHD", is_causal=True, algorithm="tiled", num_threads=8)
+        assert same_bits(got[end - n : end], wanted[0]), n
 
 
 @dtypes
