@@ -82,8 +82,8 @@ cdef class Scratch:
 
 
 cdef void lend(fmha_run *c, Scratch scratch) noexcept:
-    """The run works in that memory, on its threads. At the start of each one's "decode" says what it has begun, "tiled" whose keys
-    it has gathered: nothing yet."""
+    """The run works in that memory, on its threads. At the start of each one's "decode" says what it has begun, "tiled" whose
+    keys it has gathered: nothing yet."""
     cdef int n
     c.scratch, c.scratch_size, c.threads, c.some = scratch.start, scratch.size, scratch.threads, 1
     for n in range(scratch.threads):
