@@ -22,13 +22,12 @@ static int FMHA_NAME(is_gathered)(const fmha_problem *p, int values)
  * without memory that is all. */
 static ptrdiff_t FMHA_NAME(gathered_layout)(const fmha_problem *p, ptrdiff_t threads, REAL *memory, FMHA_NAME(gathered) *to)
 {
-    const ptrdiff_t blocks = fmha_parts(fmha_heads_cut(p).rows, BLOCK_ROWS), tiles = fmha_parts(p->Lk, TILE_KEYS);
-    const ptrdiff_t of_keys = FMHA_NAME(is_gathered)(p, 0) * p->Lk * ROUND_UP(p->D, LANES);
-    const ptrdiff_t of_values = FMHA_NAME(is_gathered)(p, 1) * p->Lk * ROUND_UP(p->Dv, LANES);
     ptrdiff_t used = 0;
     *to = (FMHA_NAME(gathered)){NULL};
-    if (blocks < GATHERED_BLOCKS * threads || of_keys + of_values == 0) return 0;
-    if (of_keys + of_values > GATHERED_BYTES / (ptrdiff_t)sizeof(REAL)) return 0;
+    if (fmha_parts(fmha_heads_cut(p).rows, BLOCK_ROWS) < GATHERED_BLOCKS * threads) return 0;       /* every short head, without a look */
+    const ptrdiff_t of_keys = FMHA_NAME(is_gathered)(p, 0) * p->Lk * ROUND_UP(p->D, LANES), tiles = fmha_parts(p->Lk, TILE_KEYS);
+    const ptrdiff_t of_values = FMHA_NAME(is_gathered)(p, 1) * p->Lk * ROUND_UP(p->Dv, LANES);
+    if (of_keys + of_values == 0 || of_keys + of_values > GATHERED_BYTES / (ptrdiff_t)sizeof(REAL)) return 0;
     to->head = (const char **)FMHA_NAME(take)(memory, &used, LINE);
     for (int values = 0; values < 2; values++) to->done[values] = (char *)FMHA_NAME(take)(memory, &used, ROUND_UP(tiles, LINE));
     if (of_keys) to->rows[0] = FMHA_NAME(take)(memory, &used, ROUND_UP(of_keys, LINE));
