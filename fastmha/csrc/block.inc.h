@@ -376,21 +376,39 @@ static inline int FMHA_NAME(crowded)(ptrdiff_t stride, ptrdiff_t width, ptrdiff_
     return stride % (CROWDED_BYTES / (ptrdiff_t)sizeof(REAL)) == 0 && others >= CROWDED_ROWS && width < stride;
 }
 
+/* Whether rows do not all begin at cache lines, so that a panel of two vectors is two lines where it could be one. */
+static inline int FMHA_NAME(askew)(const void *x, ptrdiff_t stride)
+{
+    return ((uintptr_t)x | (uintptr_t)(stride * (ptrdiff_t)sizeof(REAL))) % FMHA_CACHE_LINE != 0;
+}
+
+/* Whether a product with so many rows is better off with a copy of its values. */
+static inline int FMHA_NAME(better_copied)(const REAL *x, ptrdiff_t stride, ptrdiff_t width, ptrdiff_t rows)
+{
+    return FMHA_NAME(crowded)(stride, width, rows) || (LINED_VALUES && rows >= LINED_VALUES && FMHA_NAME(askew)(x, stride));
+}
+
+/* Of n rows, padded with zeros to whole vectors; what is not finite may become 0. `ahead`: fetched by so many rows, or 0. */
+static void FMHA_NAME(lay_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, ptrdiff_t ahead, REAL *copy, ptrdiff_t ld)
+{
+    for (ptrdiff_t i = 0; i < n; i++)
+        for (ptrdiff_t d = 0; d < width; d += LANES) {
+            if (ahead && d % LINE == 0) v_prefetch(x + (i + ahead) * stride + d);
+            VEC value = v_load_n(x + i * stride + d, width - d, 0);
+            v_store(copy + i * ld + d, finite ? value : v_select(v_equal(value - value, v_splat(0)), value, v_splat(0)));
+        }
+}
+
 /* Rows [j, j + n) of a key/value head as rows of whole vectors: where they lie, or padded with zeros in `copy`. */
-static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, int crowded, REAL *copy,
+static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, int copied, REAL *copy,
                                          ptrdiff_t *ld)
 {
-    ptrdiff_t whole = ROUND_UP(width, LANES);
-    if (finite && whole == width && !crowded) {
+    const ptrdiff_t whole = ROUND_UP(width, LANES);
+    if (finite && whole == width && !copied) {
         *ld = stride;
         return x;
     }
-    for (ptrdiff_t i = 0; i < n; i++)
-        for (ptrdiff_t d = 0; d < width; d += LANES) {
-            if (crowded && d % LINE == 0) v_prefetch(x + (i + CROWDED_AHEAD) * stride + d);
-            VEC value = v_load_n(x + i * stride + d, width - d, 0);
-            v_store(copy + i * whole + d, finite ? value : v_select(v_equal(value - value, v_splat(0)), value, v_splat(0)));
-        }
+    FMHA_NAME(lay_rows)(x, stride, n, width, finite, copied ? CROWDED_AHEAD : 0, copy, whole);
     *ld = whole;
     return copy;
 }

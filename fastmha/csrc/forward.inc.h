@@ -440,8 +440,9 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
             FMHA_NAME(lift_rows)(n, p->Dv, values, ld, copy, value_width);
         } else if (FMHA_NAME(has_gathered)(block, 1) && !careful) {
             rows = values;
+            ldv = ld;
         } else {
-            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(crowded)(ld, p->Dv, block->rows), copy, &ldv);
+            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(better_copied)(values, ld, p->Dv, block->rows), copy, &ldv);
         }
         REAL inverse[BLOCK_ROWS];
         if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {

@@ -15,7 +15,16 @@ static int FMHA_NAME(is_gathered)(const fmha_problem *p, int values)
 {
     const ptrdiff_t width = values ? p->Dv : p->D, stride = values ? p->v.stride[2] : p->k.stride[2];
     if (width == 0) return 0;
-    return p->stored != FMHA_SAME || (values && width % LANES != 0) || ((values || CROWDED_KEYS) && FMHA_NAME(crowded)(stride, width, BLOCK_ROWS));
+    if (p->stored != FMHA_SAME) return 1;
+    if (values) return width % LANES != 0 || FMHA_NAME(better_copied)((const REAL *)p->v.data, stride, width, BLOCK_ROWS);
+    return CROWDED_KEYS && FMHA_NAME(crowded)(stride, width, BLOCK_ROWS);
+}
+
+/* How far apart they are then: in whole vectors, or in cache lines where that is why. */
+static inline ptrdiff_t FMHA_NAME(gathered_width)(const fmha_problem *p, int values)
+{
+    const ptrdiff_t whole = ROUND_UP(values ? p->Dv : p->D, LANES);
+    return values && LINED_VALUES && p->stored == FMHA_SAME ? ROUND_UP(whole, LINE) : whole;
 }
 
 /* For so many threads: where each probably takes no second block of a head, nothing is gathered. Returns the size in REALs;
@@ -25,8 +34,8 @@ static ptrdiff_t FMHA_NAME(gathered_layout)(const fmha_problem *p, ptrdiff_t thr
     ptrdiff_t used = 0;
     *to = (FMHA_NAME(gathered)){NULL};
     if (fmha_parts(fmha_heads_cut(p).rows, BLOCK_ROWS) < GATHERED_BLOCKS * threads) return 0;       /* every short head, without a look */
-    const ptrdiff_t of_keys = FMHA_NAME(is_gathered)(p, 0) * p->Lk * ROUND_UP(p->D, LANES), tiles = fmha_parts(p->Lk, TILE_KEYS);
-    const ptrdiff_t of_values = FMHA_NAME(is_gathered)(p, 1) * p->Lk * ROUND_UP(p->Dv, LANES);
+    const ptrdiff_t of_keys = FMHA_NAME(is_gathered)(p, 0) * p->Lk * FMHA_NAME(gathered_width)(p, 0), tiles = fmha_parts(p->Lk, TILE_KEYS);
+    const ptrdiff_t of_values = FMHA_NAME(is_gathered)(p, 1) * p->Lk * FMHA_NAME(gathered_width)(p, 1);
     if (of_keys + of_values == 0 || of_keys + of_values > GATHERED_BYTES / (ptrdiff_t)sizeof(REAL)) return 0;
     to->head = (const char **)FMHA_NAME(take)(memory, &used, LINE);
     for (int values = 0; values < 2; values++) to->done[values] = (char *)FMHA_NAME(take)(memory, &used, ROUND_UP(tiles, LINE));
@@ -46,7 +55,7 @@ static const REAL *FMHA_NAME(gathered_rows)(const fmha_problem *p, const FMHA_NA
 {
     const FMHA_NAME(gathered) *to = block->gathered;
     const fmha_array *x = values ? &p->v : &p->k;
-    const ptrdiff_t width = values ? p->Dv : p->D, whole = ROUND_UP(width, LANES);
+    const ptrdiff_t width = values ? p->Dv : p->D, whole = FMHA_NAME(gathered_width)(p, values);
     const char *k = FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, 0), *v = FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, 0);
     if (to->head[0] != k || to->head[1] != v) {
         for (int each = 0; each < 2; each++) memset(to->done[each], 0, (size_t)fmha_parts(p->Lk, TILE_KEYS));
@@ -58,7 +67,7 @@ static const REAL *FMHA_NAME(gathered_rows)(const fmha_problem *p, const FMHA_NA
         REAL *at = to->rows[values] + first * whole;
         if (to->done[values][tile]) continue;
         const REAL *from = FMHA_NAME(computed_rows)(p, x, block->b, block->hkv, first, many, width, at, ld);
-        if (from != at) FMHA_NAME(whole_rows)(from, *ld, many, width, 1, 1, at, ld);
+        if (from != at) FMHA_NAME(lay_rows)(from, *ld, many, width, 1, CROWDED_AHEAD, at, whole);
         to->done[values][tile] = 1;
     }
     *ld = whole;
@@ -85,6 +94,6 @@ static inline const char *FMHA_NAME(values_ahead)(const fmha_problem *p, FMHA_NA
 {
     const int there = FMHA_NAME(has_gathered)(block, 1) && block->gathered->head[1] == FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, 0)
                       && block->gathered->done[1][j / TILE_KEYS];
-    block->of_value = there ? block->value_width : p->v.stride[2];
-    return there ? (const char *)(block->gathered->rows[1] + j * block->value_width) : FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j);
+    block->of_value = there ? FMHA_NAME(gathered_width)(p, 1) : p->v.stride[2];
+    return there ? (const char *)(block->gathered->rows[1] + j * block->of_value) : FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j);
 }

@@ -234,6 +234,9 @@
  * cache, too. */
 #define CROWDED_KEYS       FMHA_OF(     0,      0,      1,      0,      0)
 
+/* Rows of a product from which on values that do not begin at cache lines are copied to where they do; 0: never. */
+#define LINED_VALUES       FMHA_OF(     0,      0,     24,      0,      0)
+
 /* Blocks of a head for each thread from which on a thread gathers keys and values for several of them. */
 #define GATHERED_BLOCKS    FMHA_OF(     2,      2,      2,      2,      2)
 

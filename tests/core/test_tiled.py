@@ -5,6 +5,7 @@ right is for test_attention, test_firewall and test_gradients, which run it as t
 """
 
 import itertools
+import math
 from functools import partial
 
 import numpy as np
@@ -271,6 +272,40 @@ def test_blocks_that_find_keys_and_values_gathered_have_the_bits_of_blocks_that_
     for threads in (1, 2, 3):
         got = results(*(in_pages(x) if x.strides[1] else x for x in (q, k, v, g)), threads)
         assert_same(got, wanted, threads)
+
+
+def empty(shape, dtype, at):
+    """Memory that nobody has touched from so many bytes behind the start of a cache line on."""
+    size = np.dtype(dtype).itemsize * math.prod(shape)
+    memory = np.empty(size + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + at
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def beginning(x, at, apart=0):
+    """The same numbers from there on, rows with so many elements of NaN between them."""
+    wide = empty((*x.shape[:-1], x.shape[-1] + apart), x.dtype, at)
+    wide.fill(np.nan)
+    wide[..., : x.shape[-1]] = x
+    return wide[..., : x.shape[-1]]
+
+
+@dtypes
+@pytest.mark.parametrize("width", [5, 16, 24])
+@pytest.mark.parametrize("rules", RULES)
+def test_where_in_a_cache_line_values_begin_does_not_change_the_bits(isa, dtype, rules, width, rng):
+    """Those that do not begin at one are copied to where they do: tile by tile, or once for all blocks of a head."""
+    q, k, v, g = draw(rng, 2, 4, 2, 140, 400, 16, width, dtype)
+    v[0, 1, 250, 3] = np.inf
+
+    def results(v, threads):
+        return (*run(fastmha, q, k, v, g, algorithm="tiled", threads=threads, **RULES[rules]),
+                *fastmha.scaled_dot_product_attention(q[:, ::2], k, v))
+
+    wanted = results(beginning(v, 0, -width % 16), 8)
+    for at, apart in ((16, 0), (48, 16), (0, 1), (v.itemsize, 0)):
+        for threads in (1, 2, 8):
+            assert_same(results(beginning(v, at, apart), threads), wanted, (at, apart, threads))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -560,8 +595,8 @@ def test_large_finite_values_average_finite_and_leave_other_columns_alone(isa, d
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def scratch(L, Lk=None, *, algorithm, **keywords):
-    q, k = (np.empty((1, 1, n, 64), np.float32) for n in (L, Lk or L))  # memory that nobody touches
+def scratch(L, Lk=None, *, algorithm, begins=0, **keywords):
+    q, k = (empty((1, 1, n, 64), np.float32, begins) for n in (L, Lk or L))
     return fastmha.plan(q, k, k, algorithm=algorithm, num_threads=2, **keywords).scratch_bytes
 
 
@@ -576,6 +611,7 @@ def test_scratch_of_tiled_does_not_grow_with_the_square_of_the_length(isa, backw
         assert two <= 2 * one + 2**16 + shares
         if not backward:
             assert two == one
+            assert scratch(L, algorithm="tiled", begins=16, **keywords) <= one + 2 * (2**22 + 2**10)    # values that are gathered
     assert scratch(16384, algorithm="tiled", backward=True) < 64 * 2**20
 
 
