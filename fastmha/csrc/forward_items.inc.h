@@ -40,7 +40,7 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
 {
     const fmha_problem *p = &run->p;
     const REAL *out = m->out, *peak = m->peak, *total = m->total;
-    const ptrdiff_t bytes = p->Dv * (ptrdiff_t)sizeof(REAL), ahead = p->B * p->H * p->Lq * bytes >= WRITTEN_FAR ? WRITTEN_AHEAD : BLOCK_ROWS;
+    const ptrdiff_t bytes = p->Dv * (ptrdiff_t)sizeof(REAL), ahead = FMHA_NAME(written_far)(p) ? WRITTEN_AHEAD : BLOCK_ROWS;
     uint64_t some = 0, tiny = 0;
     VEC trace = block->written ? v_load(block->results.trace) : v_splat(0);
     if (block->written) {       /* all rows, of a single head */

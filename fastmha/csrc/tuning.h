@@ -252,6 +252,12 @@
 /* How many rows ahead: the stores behind one that waits for its line wait, too. */
 #define WRITTEN_AHEAD      FMHA_OF(     8,      8,      8,      8,      8)
 
+/* Keys up to which, and the width from which on, rows that are so far away and no whole vectors are written behind their sums, one
+ * after the other, and not by the product, a part of each row at a time. */
+#define ROWWISE_KEYS       FMHA_OF(     0,      0, ROWWISE_2,   0,      0)
+#define ROWWISE_2          (sizeof(REAL) == 4 ? 16 : 0)
+#define ROWWISE_WIDTH      FMHA_OF(    96,     96,     96,     96,     96)
+
 /* -------- Long heads, each an item of a backward pass -------- */
 
 /* Bytes of a head's rows, with what is kept of these, from which on a backward pass takes them in sections. */

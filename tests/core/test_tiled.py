@@ -308,6 +308,19 @@ def test_where_in_a_cache_line_values_begin_does_not_change_the_bits(isa, dtype,
             assert_same(results(beginning(v, at, apart), threads), wanted, (at, apart, threads))
 
 
+@pytest.mark.parametrize("Lk", [3, 16, 17])
+@pytest.mark.parametrize("width", [97, 104])
+def test_results_that_lie_far_away_have_the_bits_of_near_ones(isa, width, Lk, rng):
+    """Of few keys the sums of some widths are written row by row, else by the product, panel by panel."""
+    q, k, v, _ = draw(rng, 1, 1, 1, 6000, Lk, 4, width, np.float32)
+    v[0, 0, 1, 5], v[0, 0, 2, 7] = np.finfo(np.float32).tiny / 32, np.nan
+    assert q.shape[2] * width * 4 > 2**21
+    whole = tiled(q, k, v, is_causal=True, offset=-70, num_threads=2)
+    for first in range(0, 6000, 640):
+        part = tiled(q[:, :, first : first + 640], k, v, is_causal=True, offset=first - 70)
+        assert_same([x[:, :, first : first + 640] for x in whole], part, first)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_packed_sequences_gather_keys_and_values_of_their_own(isa, dtype, threads, rng):
