@@ -382,10 +382,17 @@ static inline int FMHA_NAME(askew)(const void *x, ptrdiff_t stride)
     return ((uintptr_t)x | (uintptr_t)(stride * (ptrdiff_t)sizeof(REAL))) % FMHA_CACHE_LINE != 0;
 }
 
-/* Whether a product with so many rows is better off with a copy of its values. */
-static inline int FMHA_NAME(better_copied)(const REAL *x, ptrdiff_t stride, ptrdiff_t width, ptrdiff_t rows)
+/* Whether a product with so many rows is better off with a copy of its values, which are not one that was converted. */
+static inline int FMHA_NAME(better_copied)(const fmha_problem *p, const void *values, ptrdiff_t stride, ptrdiff_t rows)
 {
-    return FMHA_NAME(crowded)(stride, width, rows) || (LINED_VALUES && rows >= LINED_VALUES && FMHA_NAME(askew)(x, stride));
+    if (p->stored != FMHA_SAME) return 0;
+    return FMHA_NAME(crowded)(stride, p->Dv, rows) || (LINED_VALUES && rows >= LINED_VALUES && FMHA_NAME(askew)(values, stride));
+}
+
+/* How far apart the rows of a copy of values are: in whole vectors, or in cache lines where a product reads them so. */
+static inline ptrdiff_t FMHA_NAME(copied_width)(const fmha_problem *p)
+{
+    return ROUND_UP(p->Dv, LINED_VALUES && p->stored == FMHA_SAME ? LINE : LANES);
 }
 
 /* Of n rows, padded with zeros to whole vectors; what is not finite may become 0. `ahead`: fetched by so many rows, or 0. */
@@ -400,16 +407,27 @@ static void FMHA_NAME(lay_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, pt
 }
 
 /* Rows [j, j + n) of a key/value head as rows of whole vectors: where they lie, or padded with zeros in `copy`. */
-static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, int copied, REAL *copy,
+static const REAL *FMHA_NAME(whole_rows)(const REAL *x, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t width, int finite, int crowded, REAL *copy,
                                          ptrdiff_t *ld)
 {
     const ptrdiff_t whole = ROUND_UP(width, LANES);
-    if (finite && whole == width && !copied) {
+    if (finite && whole == width && !crowded) {
         *ld = stride;
         return x;
     }
-    FMHA_NAME(lay_rows)(x, stride, n, width, finite, copied ? CROWDED_AHEAD : 0, copy, whole);
+    FMHA_NAME(lay_rows)(x, stride, n, width, finite, crowded ? CROWDED_AHEAD : 0, copy, whole);
     *ld = whole;
+    return copy;
+}
+
+/* n values as rows of whole vectors for a product with so many rows: where they lie, or a copy. */
+static inline const REAL *FMHA_NAME(value_rows)(const fmha_problem *p, const REAL *values, ptrdiff_t stride, ptrdiff_t n, ptrdiff_t rows,
+                                                int finite, REAL *copy, ptrdiff_t *ld)
+{
+    if (!finite || !FMHA_NAME(better_copied)(p, values, stride, rows))
+        return FMHA_NAME(whole_rows)(values, stride, n, p->Dv, finite, 0, copy, ld);
+    *ld = FMHA_NAME(copied_width)(p);
+    FMHA_NAME(lay_rows)(values, stride, n, p->Dv, 1, CROWDED_AHEAD, copy, *ld);
     return copy;
 }
 

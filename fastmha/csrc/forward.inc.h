@@ -44,7 +44,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->total = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->shrink = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
     m->lift = FMHA_NAME(take)(memory, &used, BLOCK_ROWS);
-    const ptrdiff_t values = keys * value_width, crowded = CROWDED_KEYS ? TILE_KEYS * ROUND_UP(p->D, LANES) : 0;
+    const ptrdiff_t values = keys * FMHA_NAME(copied_width)(p), crowded = CROWDED_KEYS ? TILE_KEYS * ROUND_UP(p->D, LANES) : 0;
     m->copy = FMHA_NAME(take)(memory, &used, values > crowded ? values : crowded);      /* of a tile's keys, then of the values */
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
@@ -448,7 +448,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
             rows = values;
             ldv = ld;
         } else {
-            rows = FMHA_NAME(whole_rows)(values, ld, n, p->Dv, !careful, FMHA_NAME(better_copied)(values, ld, p->Dv, block->rows), copy, &ldv);
+            rows = FMHA_NAME(value_rows)(p, values, ld, n, block->rows, !careful, copy, &ldv);
         }
         REAL inverse[BLOCK_ROWS];
         if (purpose & FMHA_NAME(straight) && none && FMHA_NAME(all_at_once)(p, block, banded, j, n, total, inverse)) {

@@ -584,7 +584,7 @@ static void FMHA_NAME(weights_rows)(const fmha_run *run, const fmha_item *item, 
         const REAL *rows = values;
         ld = ldv;
         if ((careful && touched) || !FMHA_NAME(has_gathered)(block, 1))
-            rows = FMHA_NAME(whole_rows)(values, ldv, n, p->Dv, !(careful && touched), FMHA_NAME(better_copied)(values, ldv, p->Dv, block->rows), m.copy, &ld);
+            rows = FMHA_NAME(value_rows)(p, values, ldv, n, block->rows, !(careful && touched), m.copy, &ld);
         FMHA_NAME(product_columns_add)(block->rows, value_width, n, s, lds, rows, ld, out, value_width);
         if (careful && touched) FMHA_NAME(tile_nonfinite)(p, block, j0, n, s, values, ldv, p->Dv, out, value_width);
         if (FMHA_NAME(all_finite)(block->rows, p->Dv, out, value_width)) break;

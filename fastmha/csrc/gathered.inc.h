@@ -16,15 +16,14 @@ static int FMHA_NAME(is_gathered)(const fmha_problem *p, int values)
     const ptrdiff_t width = values ? p->Dv : p->D, stride = values ? p->v.stride[2] : p->k.stride[2];
     if (width == 0) return 0;
     if (p->stored != FMHA_SAME) return 1;
-    if (values) return width % LANES != 0 || FMHA_NAME(better_copied)((const REAL *)p->v.data, stride, width, BLOCK_ROWS);
+    if (values) return width % LANES != 0 || FMHA_NAME(better_copied)(p, p->v.data, stride, BLOCK_ROWS);
     return CROWDED_KEYS && FMHA_NAME(crowded)(stride, width, BLOCK_ROWS);
 }
 
-/* How far apart they are then: in whole vectors, or in cache lines where that is why. */
+/* How far apart they are then. */
 static inline ptrdiff_t FMHA_NAME(gathered_width)(const fmha_problem *p, int values)
 {
-    const ptrdiff_t whole = ROUND_UP(values ? p->Dv : p->D, LANES);
-    return values && LINED_VALUES && p->stored == FMHA_SAME ? ROUND_UP(whole, LINE) : whole;
+    return values ? FMHA_NAME(copied_width)(p) : ROUND_UP(p->D, LANES);
 }
 
 /* For so many threads: where each probably takes no second block of a head, nothing is gathered. Returns the size in REALs;
