@@ -286,9 +286,15 @@ static void FMHA_NAME(begin_run)(const fmha_problem *p, const FMHA_NAME(rows) *b
     }
 }
 
-static inline int FMHA_NAME(written_far)(const fmha_problem *p)
+static inline ptrdiff_t FMHA_NAME(bytes_written)(const fmha_problem *p) { return p->B * p->H * p->Lq * p->Dv * (ptrdiff_t)sizeof(REAL); }
+
+static inline int FMHA_NAME(written_far)(const fmha_problem *p) { return FMHA_NAME(bytes_written)(p) >= WRITTEN_FAR; }
+
+/* Whether results of n keys are written row by row behind their sums. */
+static inline int FMHA_NAME(written_rowwise)(const fmha_problem *p, ptrdiff_t n)
 {
-    return p->B * p->H * p->Lq * p->Dv * (ptrdiff_t)sizeof(REAL) >= WRITTEN_FAR;
+    return n <= ROWWISE_KEYS && p->Dv >= ROWWISE_WIDTH && p->Dv % LANES != 0 && FMHA_NAME(written_far)(p)
+           && FMHA_NAME(bytes_written)(p) <= ROWWISE_BYTES;
 }
 
 /* Whether the tile at hand, n keys from key j on, is all that the block attends and its sums are its results, which may be
@@ -299,7 +305,7 @@ static int FMHA_NAME(all_at_once)(const fmha_problem *p, const FMHA_NAME(rows) *
                                   REAL *inverse)
 {
     if (j > block->j0 || j + n < block->j1 || p->element != FMHA_SAME || p->Dv == 0 || block->head[0] != block->head[block->rows - 1]) return 0;
-    if (n <= ROWWISE_KEYS && p->Dv >= ROWWISE_WIDTH && p->Dv % LANES != 0 && FMHA_NAME(written_far)(p)) return 0;
+    if (FMHA_NAME(written_rowwise)(p, n)) return 0;
     int ordinary = 1;
     for (ptrdiff_t v = 0; banded && v < block->queries / LANES; v++) ordinary &= block->low[v] < block->high[v];
     for (ptrdiff_t q = 0; q < block->rows; q += LANES) {

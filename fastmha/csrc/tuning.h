@@ -258,6 +258,9 @@
 #define ROWWISE_2          (sizeof(REAL) == 4 ? 16 : 0)
 #define ROWWISE_WIDTH      FMHA_OF(    96,     96,     96,     96,     96)
 
+/* Bytes of out up to which: larger memory comes fresh from the system, and pages that are not there cannot be fetched ahead. */
+#define ROWWISE_BYTES      FMHA_OF((1 << 25), (1 << 25), (1 << 25), (1 << 25), (1 << 25))
+
 /* -------- Long heads, each an item of a backward pass -------- */
 
 /* Bytes of a head's rows, with what is kept of these, from which on a backward pass takes them in sections. */
