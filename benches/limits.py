@@ -496,7 +496,7 @@ def memory(options: argparse.Namespace) -> Iterator[Table]:
 # ---------------------------------------------------------------------------------------------- inputs
 
 INPUT_LENGTH = 512
-PEAKED, SUBNORMAL, SPECIAL, SPECIAL_MASKED = (Floor(high=high) for high in (1.1, 3.0, 3.0, 6.0))
+PEAKED, FINITE, SPECIAL, SPECIAL_MASKED = (Floor(high=high) for high in (1.1, 2.0, 3.0, 6.0))
 
 
 def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
@@ -513,10 +513,12 @@ def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
 
     arms = [
         *((on(f"scores of deviation {size}", q=ordinary.q * dtype.type(size)), PEAKED) for size in (20, 30)),
-        (on("scores of deviation 1000", q=ordinary.q * dtype.type(1000)), Floor(high=2.0)),
-        *((on(f"{name} subnormal", **{name: subnormal[name]}), SUBNORMAL) for name in "qkv"),
-        (on("all subnormal", **subnormal), SUBNORMAL),
-        (on("q and k huge", q=ordinary.q * dtype.type(1e15), k=ordinary.k * dtype.type(1e15)), SUBNORMAL),
+        (on("scores of deviation 1000", q=ordinary.q * dtype.type(1000)), FINITE),
+        *((on(f"{name} subnormal", **{name: subnormal[name]}), FINITE) for name in "qkv"),
+        (on("all subnormal", **subnormal), FINITE),
+        (on("q and k huge", q=ordinary.q * dtype.type(1e15), k=ordinary.k * dtype.type(1e15)), FINITE),
+        (on("v tiny", v=ordinary.v * limits.smallest_normal * 4), FINITE),
+        (on("v so large that sums overflow", v=np.sign(ordinary.v) * limits.max / dtype.type(4)), FINITE),
         (on("v NaN at one key", v=one_nan), special),
         *((on(f"all {value}", **{name: np.full_like(x, value) for name, x in subnormal.items()}), special)
           for value in (np.nan, np.inf)),
@@ -525,7 +527,7 @@ def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
     if "mask" not in ordinary.rules:
         constant = np.zeros((L, L), dtype)
         constant[: L // 3] = limits.min
-        arms.append((on("a third of the rows masked by finfo.min", rules={**ordinary.rules, "mask": constant}), Floor(high=2.0)))
+        arms.append((on("a third of the rows masked by finfo.min", rules={**ordinary.rules, "mask": constant}), FINITE))
     return arms
 
 

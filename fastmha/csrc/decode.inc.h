@@ -56,9 +56,10 @@ static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p)
     return FMHA_NAME(decode_layout)(p, NULL, &unused);
 }
 
-/* What a chunk leaves: peak and total of each row, sums of its values (rows, value width). */
+/* What a chunk leaves: peak and total of each row, sums of its values (rows, value width), and 1 where these are of raised values,
+ * or else 0. */
 typedef struct {
-    REAL *peak, *total, *sums;
+    REAL *peak, *total, *sums, *raised;
 } FMHA_NAME(chunk);
 
 static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(chunk) *chunk)
@@ -67,6 +68,7 @@ static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FM
     chunk->peak = FMHA_NAME(take)(memory, &used, rows);
     chunk->total = FMHA_NAME(take)(memory, &used, rows);
     chunk->sums = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
+    chunk->raised = FMHA_NAME(take)(memory, &used, 1);
     return used;
 }
 
@@ -92,6 +94,7 @@ static void FMHA_NAME(begin_chunk)(ptrdiff_t rows, ptrdiff_t value_width, const 
         result->total[r] = 0;
     }
     memset(result->sums, 0, (size_t)(rows * value_width) * sizeof(REAL));
+    *result->raised = 0;
 }
 
 /* scores (rows, DECODE_KEYS) of n keys from key j on -> probabilities beside the peaks so far, with masks and dropout in them;
@@ -127,17 +130,18 @@ static int FMHA_NAME(decode_softmax)(const fmha_problem *p, ptrdiff_t b, ptrdiff
 }
 
 /* out (rows, Dv) <- shrink * out + weights @ v, of keys e .. n behind key j whose values must be converted, copied or raised, a
- * step at a time. careful: without what is not finite, which allowed pairs add; shrink NULL: 1. */
-static void FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t e,
-                                           ptrdiff_t n, int careful,
-                                           int raised, const FMHA_NAME(decode_memory) *m, REAL *weights, REAL *out, const REAL *shrink)
+ * step at a time. careful: without what is not finite, which allowed pairs add; shrink NULL: 1. Returns 1 where that is given up. */
+static int FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t e,
+                                          ptrdiff_t n, int careful, int purpose, const FMHA_NAME(decode_memory) *m, REAL *weights, REAL *out, const REAL *shrink)
 {
     const ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
     for (; e < n; e += DECODE_STEP) {
         const ptrdiff_t part = n - e < DECODE_STEP ? n - e : DECODE_STEP;
         ptrdiff_t ld = value_width, ldv;
         const REAL *v = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j + e, part, p->Dv, m->converted, &ldv), *values = m->copy;
-        if (raised) FMHA_NAME(lift_rows)(part, p->Dv, v, ldv, m->copy, ld);
+        if (purpose & FMHA_NAME(tiny)) {
+            if (!FMHA_NAME(lift_tiny)(part, p->Dv, v, ldv, m->copy, ld)) return 1;
+        } else if (purpose & FMHA_NAME(raised)) FMHA_NAME(lift_rows)(part, p->Dv, v, ldv, m->copy, ld);
         else values = FMHA_NAME(whole_rows)(v, ldv, part, p->Dv, !careful, 0, m->copy, &ld);
         FMHA_NAME(decode_values)(FMHA_SAME, p, &m->ahead, rows, part, weights + e, (const char *)values, ld, out, e ? NULL : shrink);
         for (ptrdiff_t r = 0; careful && r < rows; r++) {
@@ -146,6 +150,7 @@ static void FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, p
             FMHA_NAME(add_nonfinite)(p, &block, 0, 1, weights + r * DECODE_KEYS + e, v, ldv, p->Dv, out + r * value_width, value_width);
         }
     }
+    return 0;
 }
 
 /* Row r of a group's queries. */
@@ -199,7 +204,7 @@ static ptrdiff_t FMHA_NAME(turns_from)(ptrdiff_t e, const fmha_problem *p, const
 }
 
 /* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums
- * are finite: then it is to be done again with care. purpose: 0, careful or raised. m->ready: of how many keys m->scores holds
+ * are finite: then it is to be done again with care; or 1 where it is given up. purpose: 0, or some of those of a pass. m->ready: of how many keys m->scores holds
  * the scores already; on return, of those after the chunk, up to `end`, the item's. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
@@ -207,9 +212,11 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     const fmha_problem *p = &run->p;
     const ptrdiff_t rows = p->H / p->Hkv * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
     REAL *q = m->q, *shrink = m->shrink, *out = result->sums;
-    const int careful = purpose == FMHA_NAME(careful), raised = purpose == FMHA_NAME(raised);
+    const int careful = purpose & FMHA_NAME(careful), raised = purpose & FMHA_NAME(raised);
     int partly = 0;
     FMHA_NAME(begin_chunk)(rows, value_width, result);
+    *result->raised = raised ? 1 : 0;
+    if (raised) memset(m->copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
     const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && DECODE_USUAL(p->stored);
     for (ptrdiff_t j = first; j < last; j += DECODE_KEYS) {
@@ -227,6 +234,8 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
         const int touched = FMHA_NAME(decode_softmax)(p, b, hkv, j, n, scores, result, shrink);
         partly |= touched;
+        for (ptrdiff_t r = 0; purpose & FMHA_NAME(reduced) && r < rows; r++)
+            FMHA_NAME(multiply)(n, scores + r * DECODE_KEYS, (double)FMHA_NAME(reduction)(p));
         FMHA_NAME(fetch_part)(m->next, 2);
         FMHA_NAME(fetch_part)(m->next, 3);
         /* In turns with the next block, and behind the last one with the next item's first, as far as all have whole steps. */
@@ -256,11 +265,11 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
             m->ahead.then = NULL;
             e = n;
         }
-        if (e < n) FMHA_NAME(decode_values_apart)(p, b, hkv, j, e, n, careful && touched, raised, m, scores, out, shrink);
+        if (e < n && FMHA_NAME(decode_values_apart)(p, b, hkv, j, e, n, careful && touched, purpose, m, scores, out, shrink)) return 1;
         m->scores = after;
         m->after = scores;
     }
-    return partly && !FMHA_NAME(all_finite)(rows, value_width, out, value_width);
+    return partly && !raised && !FMHA_NAME(all_finite)(rows, value_width, out, value_width);
 }
 
 /* Where of a chunk from key j on the block begins that has the first of the keys from `low` on. */
@@ -279,25 +288,58 @@ static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_
     return FMHA_NAME(decode_chunk)(run, b, hkv, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), end, lift, m, result, purpose);
 }
 
-/* As tiny_rows, chunk after chunk; what these have left is written over. scratch: what decode_layout asks for. */
-static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, uint64_t tiny,
-                                   const FMHA_NAME(forward_memory) *memory, REAL *scratch)
+/* A chunk with sums that are not finite, and removed keys, again with care, unless all its values are finite. */
+static void FMHA_NAME(careful_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
+                                     const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result)
+{
+    if (FMHA_NAME(values_finite)(&run->p, b, hkv, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end))) return;
+    m->ready = 0;
+    FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, FMHA_NAME(careful));
+}
+
+/* Whether all values of a chunk may be tiny: then it is raised at once. */
+static inline int FMHA_NAME(tiny_chunk)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end)
+{
+    const ptrdiff_t from = FMHA_NAME(chunk_begin)(j, low);
+    return !p->sinks && from < FMHA_NAME(chunk_end)(j, end) && FMHA_NAME(tiny_value)(p, b, hkv, from);
+}
+
+/* A chunk as its values want it. */
+static void FMHA_NAME(chunk_of_item)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
+                                     const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result)
+{
+    if (FMHA_NAME(tiny_chunk)(&run->p, b, hkv, j, low, end)) {
+        if (!FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, FMHA_NAME(raised) | FMHA_NAME(tiny))) return;
+        m->ready = 0;
+    }
+    if (FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, 0))
+        FMHA_NAME(careful_chunk)(run, b, hkv, j, low, end, lift, m, result);
+}
+
+/* The chunks of a block again for a purpose, one after the other and over what they have left, unless they have been made for it:
+ * memory gets the softmaxes of all, and of the sinks. scratch: what decode_layout asks for. */
+static void FMHA_NAME(chunks_again)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, int purpose,
+                                    int made, const FMHA_NAME(forward_memory) *memory, REAL *scratch)
 {
     const fmha_problem *p = &run->p;
     const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES), size = FMHA_NAME(chunk_scratch)(p);
-    if (!FMHA_NAME(some_value)(p, block, 0, memory->converted)) return;
     FMHA_NAME(decode_memory) m;
     FMHA_NAME(decode_layout)(p, scratch, &m);
     m.ahead = FMHA_NAME(decode_ahead)(run, block->rows);
-    memset(m.copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
     const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, m.q, m.lift);
     REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
         const ptrdiff_t c = j / FMHA_CHUNK_KEYS * size;
-        const FMHA_NAME(chunk) of = {all->peak + c, all->total + c, all->sums + c}, first = {peak, total, out};
+        const FMHA_NAME(chunk) of = {all->peak + c, all->total + c, all->sums + c, all->raised + c};
         m.ready = 0;
-        FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, j ? &of : &first, FMHA_NAME(raised));
-        for (ptrdiff_t r = 0; j && r < block->rows; r++) {
+        if (!made) FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, purpose);
+        for (ptrdiff_t r = 0; r < block->rows; r++) {
+            if (j == 0) {
+                memcpy(out + r * value_width, of.sums + r * value_width, (size_t)value_width * sizeof(REAL));
+                peak[r] = of.peak[r];
+                total[r] = of.total[r];
+                continue;
+            }
             if (of.total[r] == 0) continue;     /* no key of the chunk is attended */
             const REAL most = of.peak[r] > peak[r] ? of.peak[r] : peak[r];
             const REAL mine = FMHA_NAME(exp_of)(peak[r] - most), other = FMHA_NAME(exp_of)(of.peak[r] - most);
@@ -307,14 +349,60 @@ static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *b
             peak[r] = most;
         }
     }
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        if (!(tiny >> r & 1)) continue;
+    for (ptrdiff_t r = 0; p->sinks && r < block->rows; r++) {
         const REAL sink = FMHA_NAME(sink)(p, block->head[r]), most = sink > peak[r] ? sink : peak[r],
                 mine = FMHA_NAME(exp_of)(peak[r] - most);
-        for (ptrdiff_t d = r * value_width; p->sinks && d < (r + 1) * value_width; d += LANES) v_store(out + d, v_load(out + d) * mine);
-        if (p->sinks) total[r] = total[r] * mine + FMHA_NAME(exp_of)(sink - most);
-        FMHA_NAME(lower_row)(p->Dv, out + r * value_width, total + r, FMHA_NAME(out_row)(run, block, r, memory));
+        for (ptrdiff_t d = r * value_width; d < (r + 1) * value_width; d += LANES) v_store(out + d, v_load(out + d) * mine);
+        total[r] = total[r] * mine + FMHA_NAME(exp_of)(sink - most);
     }
+}
+
+/* As tiny_rows. */
+static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, uint64_t tiny, int made,
+                                   const FMHA_NAME(forward_memory) *memory, REAL *scratch)
+{
+    const fmha_problem *p = &run->p;
+    if (!made && !FMHA_NAME(some_value)(p, block, 0, memory->converted)) return;
+    FMHA_NAME(chunks_again)(run, block, all, FMHA_NAME(raised), made, memory, scratch);
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (tiny >> r & 1 && memory->total[r] != 0)
+            FMHA_NAME(lower_row)(p->Dv, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total + r, FMHA_NAME(out_row)(run, block, r, memory));
+}
+
+/* As large_rows. */
+static void FMHA_NAME(large_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all,
+                                    const FMHA_NAME(forward_memory) *memory, REAL *scratch)
+{
+    const fmha_problem *p = &run->p;
+    if (!FMHA_NAME(some_value)(p, block, 1, memory->converted)) return;
+    const int careful = FMHA_NAME(values_finite)(p, block->b, block->hkv, FMHA_NAME(chunk_begin)(0, block->j0), block->j1) ? 0 : FMHA_NAME(careful);
+    FMHA_NAME(chunks_again)(run, block, all, FMHA_NAME(reduced) | careful, 0, memory, scratch);
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        FMHA_NAME(limited_row)(p, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total[r], FMHA_NAME(out_row)(run, block, r, memory));
+}
+
+/* Of a block of which some chunk has sums of raised values: whether all have that some row attends. Else all get ordinary ones. */
+static int FMHA_NAME(chunks_raised)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, REAL *scratch)
+{
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
+    int others = 0;
+    for (ptrdiff_t c = 0; c < chunks && !others; c++)
+        for (ptrdiff_t r = 0; all->raised[c * size] == 0 && r < block->rows; r++) others |= all->total[c * size + r] != 0;
+    if (!others) return 1;
+    FMHA_NAME(decode_memory) m;
+    FMHA_NAME(decode_layout)(p, scratch, &m);
+    m.ahead = FMHA_NAME(decode_ahead)(run, block->rows);
+    const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, m.q, m.lift);
+    for (ptrdiff_t c = 0; c < chunks; c++) {
+        const FMHA_NAME(chunk) of = {all->peak + c * size, all->total + c * size, all->sums + c * size, all->raised + c * size};
+        m.ready = 0;
+        if (*of.raised == 0) continue;
+        const ptrdiff_t j = c * FMHA_CHUNK_KEYS;
+        if (FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, 0))
+            FMHA_NAME(careful_chunk)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of);
+    }
+    return 0;
 }
 
 /* Elements of scratch of a thread that merges. */
@@ -337,11 +425,17 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
     const FMHA_NAME(chunk) first = *of;         /* the others follow, each `size` REALs on */
     const ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
     const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
-    int finite = 1;
+    int finite = 1, raised = 0;
     uint64_t tiny = 0;
     FMHA_NAME(forward_memory) memory;
     scratch += FMHA_NAME(forward_layout)(p, TILE_KEYS, scratch, &memory);
     FMHA_NAME(begin_item)(p);
+    for (ptrdiff_t c = 0; c < chunks; c++) raised |= first.raised[c * size] != 0;
+    FMHA_NAME(rows) block;
+    if (raised) {
+        FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
+        raised = FMHA_NAME(chunks_raised)(run, &block, &first, scratch);
+    }
     for (ptrdiff_t r = 0; r < rows; r++) {
         ptrdiff_t h = hkv * group + r / p->Lq, i = r % p->Lq;
         REAL *out = p->element == FMHA_SAME ? (REAL *)FMHA_NAME(row_in)(FMHA_SAME, &run->out, b, h, i) : memory.result + r * value_width;
@@ -375,11 +469,14 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
         if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i]
                 = total == 0 ? NEGATIVE_INFINITY : total == total ? shift + REAL_LOG(total) : (REAL)NAN;
     }
+    for (ptrdiff_t r = 0; raised && r < rows; r++) {
+        REAL *out = FMHA_NAME(out_row)(run, &block, r, &memory);
+        tiny |= (uint64_t)(*out == *out) << r;
+    }
     if (!finite || tiny) {
-        FMHA_NAME(rows) block;
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        if (!finite) FMHA_NAME(large_rows)(run, &block, &memory, ALL_ROWS);
-        if (tiny) FMHA_NAME(tiny_chunks)(run, &block, &first, tiny, &memory, scratch);
+        if (!finite) FMHA_NAME(large_chunks)(run, &block, &first, &memory, scratch);
+        if (tiny) FMHA_NAME(tiny_chunks)(run, &block, &first, tiny, raised, &memory, scratch);
         /* Of several NaN in a sum, which one it becomes is the compiler's choice, another one in turns than alone: all are made alike. */
         for (ptrdiff_t r = 0; !finite && r < rows; r++) {
             REAL *out = FMHA_NAME(out_row)(run, &block, r, &memory);
@@ -514,7 +611,8 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     if (end > high) end = high;
     FMHA_NAME(next) next;
     if (chunks == 1) m.next = FMHA_NAME(next_of)(run, index, DECODE_NEXT, 2 * NEXT_FAR, 0, &next);
-    if (FMHA_NAME(few_keys)(p, rows, m.ahead.turns) && FMHA_NAME(few_keys_row)(run, &item, &m)) return;
+    if (FMHA_NAME(few_keys)(p, rows, m.ahead.turns) && !FMHA_NAME(tiny_value)(p, b, hkv, 0) && FMHA_NAME(few_keys_row)(run, &item, &m))
+        return;
     const ptrdiff_t later = fmha_later(run, index, 1);
     if (m.ahead.turns && later < fmha_items(&run->cut)) {
         const fmha_item then = fmha_item_of(&run->cut, later);
@@ -524,9 +622,7 @@ static void FMHA_NAME(decode)(void *context, ptrdiff_t index, int worker)
     const REAL *lift = FMHA_NAME(begin_decode)(run, &item, index, &m);
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         if (chunks > 1) result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + hkv) * chunks + j / FMHA_CHUNK_KEYS);
-        if (!FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, 0)) continue;
-        m.ready = 0;
-        FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, &m, &result, FMHA_NAME(careful));
+        FMHA_NAME(chunk_of_item)(run, b, hkv, j, low, end, lift, &m, &result);
     }
     if (chunks == 1) FMHA_NAME(merge_head)(run, b, hkv, scratch, &result);
 }

@@ -120,12 +120,12 @@ static void FMHA_NAME(decode_neighbours)(void *context, ptrdiff_t index, int wor
     for (ptrdiff_t j = item.j0; j < item.j0 + item.cols; j += FMHA_CHUNK_KEYS) {
         for (ptrdiff_t e = 0; chunks > 1 && e < heads; e++)
             x[e].result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + h + e) * chunks + j / FMHA_CHUNK_KEYS);
-        if (ordinary) FMHA_NAME(neighbours_chunk)(run, b, h, heads, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), x);
+        int together = ordinary;
+        for (ptrdiff_t e = 0; e < heads && together; e++) together = !FMHA_NAME(tiny_chunk)(p, b, h + e, j, low, end);
+        if (together) FMHA_NAME(neighbours_chunk)(run, b, h, heads, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), x);
         for (ptrdiff_t e = 0; e < heads; e++) {
-            if (!ordinary) x[e].partly = FMHA_NAME(decode_chunk_at)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result, 0);
-            if (!x[e].partly) continue;
-            x[e].m.ready = 0;
-            FMHA_NAME(decode_chunk_at)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result, FMHA_NAME(careful));
+            if (!together) FMHA_NAME(chunk_of_item)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result);
+            else if (x[e].partly) FMHA_NAME(careful_chunk)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result);
         }
     }
     for (ptrdiff_t e = 0; chunks == 1 && e < heads; e++) FMHA_NAME(merge_head)(run, b, h + e, scratch, &x[e].result);

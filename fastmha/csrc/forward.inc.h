@@ -226,7 +226,8 @@ enum {
     FMHA_NAME(raised) = 4,      /* values times SUBNORMAL_LIFT */
     FMHA_NAME(straight) = 8,    /* an ordinary one whose results may be written at once */
     FMHA_NAME(hopeful) = 16,    /* an ordinary one without the keys that an additive mask probably drowns: see is_drowned */
-    FMHA_NAME(continued) = 32   /* an ordinary one that goes on: there are sums of out */
+    FMHA_NAME(continued) = 32,  /* an ordinary one that goes on: there are sums of out */
+    FMHA_NAME(tiny) = 64        /* a raised one whose values are tiny; "decode" gives it up where one is not */
 };
 
 /* The factor that makes sums over all keys finite. */
@@ -447,7 +448,9 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, s, NULL);
         const REAL *values = FMHA_NAME(values_of_block)(p, block, j, n, converted, &ld), *rows = copy;
         ldv = value_width;
-        if (purpose & FMHA_NAME(raised)) {
+        if (purpose & FMHA_NAME(tiny)) {
+            FMHA_NAME(lift_tiny)(n, p->Dv, values, ld, copy, value_width);
+        } else if (purpose & FMHA_NAME(raised)) {
             memset(copy, 0, (size_t)(n * value_width) * sizeof(REAL));
             FMHA_NAME(lift_rows)(n, p->Dv, values, ld, copy, value_width);
         } else if (FMHA_NAME(has_gathered)(block, 1) && !careful) {

@@ -85,19 +85,25 @@ static int FMHA_NAME(some_value)(const fmha_problem *p, const FMHA_NAME(rows) *b
     return 0;
 }
 
+/* What is not finite in a row of results, from its sums of probabilities that were reduced. */
+static void FMHA_NAME(limited_row)(const fmha_problem *p, const REAL *sums, REAL total, REAL *to)
+{
+    const REAL factor = FMHA_NAME(reduction)(p);
+    for (ptrdiff_t d = 0; d < p->Dv; d++)
+        if (to[d] - to[d] != 0) to[d] = sums[d] / total / factor;
+}
+
 /* Sums of large finite values may overflow before the division: what is not finite in out again, with probabilities so small that
  * no sum can. What is finite already, and lse, stay as they are. */
-static void FMHA_NAME(large_rows)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted)
+static void FMHA_NAME(large_rows)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted,
+                                  int careful)
 {
     const fmha_problem *p = &run->p;
     if (!FMHA_NAME(some_value)(p, block, 1, m->converted)) return;
-    REAL factor = FMHA_NAME(reduction)(p);
-    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(reduced));
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        REAL *to = FMHA_NAME(out_row)(run, block, r, m);
-        for (ptrdiff_t d = 0; wanted >> r & 1 && d < p->Dv; d++)
-            if (to[d] - to[d] != 0) to[d] = m->out[r * block->value_width + d] / m->total[r] / factor;
-    }
+    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(reduced) | (careful ? FMHA_NAME(careful) : 0));
+    for (ptrdiff_t r = 0; r < block->rows; r++)
+        if (wanted >> r & 1)
+            FMHA_NAME(limited_row)(p, m->out + r * block->value_width, m->total[r], FMHA_NAME(out_row)(run, block, r, m));
 }
 
 /* The tiny rows again, from values so much larger that nothing of them is lost. */
@@ -112,19 +118,33 @@ static void FMHA_NAME(tiny_rows)(const fmha_run *run, FMHA_NAME(rows) *block, ui
             FMHA_NAME(lower_row)(p->Dv, m->out + r * block->value_width, m->total + r, FMHA_NAME(out_row)(run, block, r, m));
 }
 
+/* Whether key j's value may be so small that rows that attend only such are tiny: its first number is, and not 0. */
+static inline int FMHA_NAME(tiny_value)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j)
+{
+    const REAL most = TINY / 2;
+    INT bits, bound;
+    if (p->stored != FMHA_SAME || p->dropout.factor != 0 || p->Dv == 0) return 0;       /* dropout makes them larger */
+    memcpy(&bits, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j), sizeof bits);     /* as a number, a subnormal one counts as 0 */
+    memcpy(&bound, &most, sizeof bound);
+    bits &= ~SIGN_BIT;
+    return 0 < bits && bits < bound;
+}
+
 /* Whether all values that the block may attend are so small that its rows are tiny, and some are not 0. Hardly more than one is
  * looked at where they are not. */
 static int FMHA_NAME(tiny_values)(const fmha_problem *p, const FMHA_NAME(rows) *block)
 {
-    int some = 0;
-    if (p->stored != FMHA_SAME || p->dropout.factor != 0) return 0;     /* that makes them larger */
-    for (ptrdiff_t j = block->j0; j < block->j1; j++) {
+    IVEC some = i_splat(0), others = i_splat(0);
+    if (!FMHA_NAME(tiny_value)(p, block->b, block->hkv, block->j0)) return 0;
+    for (ptrdiff_t j = block->j0; j < block->j1 && !v_any(others); j++) {
         const REAL *v = (const REAL *)FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j);
-        for (ptrdiff_t d = 0; d < p->Dv; d += LANES)        /* nor one that is not finite */
-            if (v_any(~v_greater(v_splat(TINY / 2), v_abs(v_load_n(v + d, p->Dv - d, 0))))) return 0;
-        if (!some) some = FMHA_NAME(nonzero)(1, p->Dv, v, 0);
+        for (ptrdiff_t d = 0; d < p->Dv; d += LANES) {
+            const IVEC size = v_bits(v_load_n(v + d, p->Dv - d, 0)) & ~i_splat(SIGN_BIT);
+            some = some | size;
+            others = others | ~i_greater(v_bits(v_splat(TINY / 2)), size);
+        }
     }
-    return some;
+    return v_any(i_greater(some, i_splat(0))) && !v_any(others);
 }
 
 /* As finish_rows, of a block that tiny_rows would do again: at once as that does. */
@@ -132,7 +152,7 @@ static void FMHA_NAME(raised_rows)(const fmha_run *run, const fmha_item *item, F
                                    uint64_t wanted)
 {
     const fmha_problem *p = &run->p;
-    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(raised));
+    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(raised) | FMHA_NAME(tiny));
     for (ptrdiff_t r = 0; r < block->rows; r++) {
         if (!(wanted >> r & 1)) continue;
         REAL *to = FMHA_NAME(out_row)(run, block, r, m);
@@ -151,6 +171,12 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
     return item;
 }
 
+/* Whether the values of keys [from, to) are finite: then what is not in sums of them is no matter of the firewall. */
+static inline int FMHA_NAME(values_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t from, ptrdiff_t to)
+{
+    return from >= to || FMHA_NAME(finite_rows)(p->stored, to - from, p->Dv, FMHA_NAME(stored_row)(p, &p->v, b, hkv, from), p->v.stride[2]);
+}
+
 /* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys; partly: some of its tiles
  * were touched. The firewall costs finite input nothing: only where a NaN or Inf shows in the result is the block done again,
  * with zeros for what is not finite in partly removed tiles and the allowed pairs added; rows that attend none of it get the
@@ -158,13 +184,15 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
 static void FMHA_NAME(finish_rows)(const fmha_run *run, const fmha_item *item, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m,
                                    uint64_t wanted, int partly)
 {
+    const fmha_problem *p = &run->p;
     int finite;
     uint64_t tiny = FMHA_NAME(write_block)(run, block, m, wanted, &finite);
-    if (!finite && partly) {
+    const int careful = !finite && partly && !FMHA_NAME(values_finite)(p, block->b, block->hkv, block->j0 / KEY_STEP * KEY_STEP, block->j1);
+    if (careful) {
         FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful));
         tiny = FMHA_NAME(write_block)(run, block, m, wanted, &finite);
     }
-    if (!finite) FMHA_NAME(large_rows)(run, block, m, wanted);
+    if (!finite) FMHA_NAME(large_rows)(run, block, m, wanted, careful);
     if (tiny) FMHA_NAME(tiny_rows)(run, block, tiny, m);
     FMHA_NAME(round_rows)(run, item->b, item->h, item->i0, item->rows, m->result, wanted);
 }
@@ -300,7 +328,7 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     const int hopeful = block->additive && !FMHA_NAME(rescored)(p);
     if (block->j0 >= block->j1 && !p->sinks) {
         FMHA_NAME(empty_rows)(run, item, block, &memory, wanted);
-    } else if (FMHA_NAME(tiny_values)(p, block)) {
+    } else if (block->j0 < block->j1 && FMHA_NAME(tiny_values)(p, block)) {
         FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
     } else {
         int partly = hopeful ? FMHA_NAME(hopeful_block)(run, block, &memory, straight) : -1;

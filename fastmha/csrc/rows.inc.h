@@ -414,6 +414,12 @@ static int FMHA_NAME(all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x_,
     return FMHA_NAME(sum)((trace[0] + trace[1]) + (trace[2] + trace[3])) == 0;
 }
 
+/* Whether rows of an element type are finite throughout. */
+static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t stride)
+{
+    return type == FMHA_SAME ? FMHA_NAME(all_finite)(rows, cols, x, stride) : FMHA_NAME(finite_halves)(type, rows, cols, x, stride);
+}
+
 static void FMHA_NAME(copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy)
 {
     for (ptrdiff_t i = 0; i < rows; i++)
@@ -529,26 +535,32 @@ static inline int FMHA_NAME(tiny_row)(ptrdiff_t n, const void *x)
     return 1;
 }
 
-/* x times SUBNORMAL_LIFT, a subnormal x by its bits (to compute with it is slow, where it does not count as 0). What becomes too
- * large is limited: it would have made the row that it is summed in anything but tiny. */
+/* SUBNORMAL_LIFT times a subnormal number by its bits without the sign (to compute with it is slow, where it does not count as 0),
+ * or 0 for another one. Under the exponent of 1, they are its multiple of 2^-EXP_SHIFT, and 1. */
+static inline VEC FMHA_NAME(lifted_size)(IVEC size)
+{
+    const IVEC subnormal = i_greater(i_splat((INT)1 << EXP_SHIFT), size);
+    return (v_from_bits((size & subnormal) | v_bits(v_splat(1))) - v_splat(1)) * (SMALLEST_NORMAL * SUBNORMAL_LIFT);
+}
+
+/* x times SUBNORMAL_LIFT. What becomes too large is limited: it would have made the row that it is summed in anything but tiny. */
 static inline VEC FMHA_NAME(lifted)(VEC x)
 {
-    IVEC bits = v_bits(x), sign = bits & i_splat(SIGN_BIT), size = bits & ~i_splat(SIGN_BIT);
-    IVEC subnormal = i_greater(i_splat((INT)1 << EXP_SHIFT), size);
-    /* under the exponent of 1, the bits of a subnormal number are its multiple of 2^-EXP_SHIFT, and 1 */
-    VEC small = v_from_bits((size & subnormal) | v_bits(v_splat(1))) - v_splat(1);
-    small = v_from_bits(v_bits(small * (SMALLEST_NORMAL * SUBNORMAL_LIFT)) | sign);
-    VEC large = v_max(v_min(x * SUBNORMAL_LIFT, v_splat(LARGEST)), v_splat(-LARGEST));
-    return v_select(subnormal, small, large);
+    /* of a subnormal x the product is 0, with its sign, or else right */
+    const VEC large = v_max(v_min(x * SUBNORMAL_LIFT, v_splat(LARGEST)), v_splat(-LARGEST));
+    return v_from_bits(v_bits(FMHA_NAME(lifted_size)(v_bits(x) & ~i_splat(SIGN_BIT))) | v_bits(large));
 }
 
 /* Whether there is a number other than 0, subnormal ones counted. */
 static int FMHA_NAME(nonzero)(ptrdiff_t rows, ptrdiff_t cols, const void *x_, ptrdiff_t ldx)
 {
-    IVEC all = i_splat(0);
-    for (ptrdiff_t i = 0; i < rows; i++)
+    int some = 0;
+    for (ptrdiff_t i = 0; i < rows && !some; i++) {
+        IVEC all = i_splat(0);
         for (ptrdiff_t j = 0; j < cols; j += LANES) all |= v_bits(v_abs(v_load_n((const REAL *)x_ + i * ldx + j, cols - j, 0)));
-    return v_any(i_greater(all, i_splat(0)));
+        some = v_any(i_greater(all, i_splat(0)));
+    }
+    return some;
 }
 
 /* y (rows, cols) <- SUBNORMAL_LIFT * x, 0 for what is not finite. */
@@ -560,6 +572,20 @@ static void FMHA_NAME(lift_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x_,
             x = v_select(v_equal(x - x, v_splat(0)), FMHA_NAME(lifted)(x), v_splat(0));
             v_store_n((REAL *)y_ + i * ldy + j, x, cols - j);
         }
+}
+
+/* The same of numbers that are tiny, into rows of whole vectors, whose ends are 0. Returns whether they are: below TINY / 2. */
+static int FMHA_NAME(lift_tiny)(ptrdiff_t rows, ptrdiff_t cols, const REAL *x, ptrdiff_t ldx, REAL *y, ptrdiff_t ldy)
+{
+    IVEC others = i_splat(0);
+    for (ptrdiff_t i = 0; i < rows; i++)
+        for (ptrdiff_t j = 0; j < cols; j += LANES) {
+            const VEC number = v_load_n(x + i * ldx + j, cols - j, 0);
+            const IVEC size = v_bits(number) & ~i_splat(SIGN_BIT);
+            others = others | ~i_greater(v_bits(v_splat(TINY / 2)), size);
+            v_store(y + i * ldy + j, v_from_bits(v_bits(FMHA_NAME(lifted_size)(size)) | v_bits(number * SUBNORMAL_LIFT)));
+        }
+    return !v_any(others);
 }
 
 /* to <- x / divisor / SUBNORMAL_LIFT, rounded once where that is subnormal. Where that is not tiny, `to` stays as it is: then

@@ -169,6 +169,7 @@ cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     cdef char *out
     cdef char *again
     cdef double factor
+    cdef bint finite
     blas_layout(c, False, c.scratch + worker * c.scratch_size, &buffers)
     scores, row_sum = buffers.scores, buffers.row_sum
     block.b, block.h, block.i0, block.rows, block.ld = item.b, item.h, item.i0, item.rows, c.ld
@@ -194,7 +195,8 @@ cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
             leading(&c.out, p.Dv), True)
     if not c.kernels.all_finite(block.rows, p.Dv, out, leading(&c.out, p.Dv)):
-        if not untouched(p, &block):
+        finite = c.kernels.all_finite(block.cols, p.Dv, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv))
+        if not finite and not untouched(p, &block):
             product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0, out,
                     leading(&c.out, p.Dv), False)
         # Sums of large finite values may overflow before the division: such rows again, with probabilities so small
@@ -212,7 +214,7 @@ cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogi
             for i in range(block.rows):
                 c.kernels.multiply(block.cols, scores + i * block.ld * size, factor)
             product(c, &block, False, 1, scores, head(&p.v, block.b, hkv, j0, size), leading(&p.v, p.Dv), p.Dv, 0,
-                    again, p.Dv, False)
+                    again, p.Dv, finite)
             for i in range(block.rows):
                 if not c.kernels.all_finite(1, p.Dv, out + i * leading(&c.out, p.Dv) * size, p.Dv):
                     c.kernels.copy_rows(1, p.Dv, again + i * p.Dv * size, p.Dv,
@@ -222,6 +224,10 @@ cdef void forward_item(void *context, ptrdiff_t index, int worker) noexcept nogi
     if c.weights.data == NULL:
         c.kernels.divide_rows(block.rows, p.Dv, out, leading(&c.out, p.Dv), row_sum)
     tiny_rows(c, &block, hkv, scores, row_sum, out)
+
+
+cdef enum:
+    LIFTED_NUMBERS = 1 << 13    # of values at a time, which stay in the first caches
 
 
 cdef void tiny_rows(Heads *c, const fmha_block *block, ptrdiff_t hkv, const char *scores, const char *row_sum,
@@ -234,19 +240,25 @@ cdef void tiny_rows(Heads *c, const fmha_block *block, ptrdiff_t hkv, const char
     cdef const void *divisor = <const void *>&one_double if c.is_double else <const void *>&one     # weights are divided already
     cdef char *lifted = NULL
     cdef char *again = NULL
+    cdef ptrdiff_t step = max(1, LIFTED_NUMBERS // max(1, width)), j = 0, keys
     for i in range(block.rows):
         if not c.kernels.tiny_row(width, out + i * ldo * size) or not c.kernels.nonzero(1, 1, row_sum + i * size, 1):
             continue
         if lifted == NULL:
             if not c.kernels.nonzero(block.cols, width, v, ldv):
                 return
-            lifted = allocate((block.cols + block.rows) * width * size)
+            lifted = allocate((step + block.rows) * width * size)
             if lifted == NULL:
                 c.failed = 1
                 return
-            again = lifted + block.cols * width * size
-            c.kernels.lift_rows(block.cols, width, v, ldv, lifted, width)
-            gemm(c.is_double, False, False, block.rows, width, block.cols, 1, scores, block.ld, lifted, width, 0, again, width)
+            again = lifted + step * width * size
+            while j < block.cols:
+                keys = min(step, block.cols - j)
+                c.kernels.lift_rows(keys, width, v + j * ldv * size, ldv, lifted, width)
+                # again (rows, width) <- probabilities (rows, keys) @ lifted (keys, width), summed
+                gemm(c.is_double, False, False, block.rows, width, keys, 1, scores + j * size, block.ld, lifted, width, j > 0,
+                     again, width)
+                j += keys
         if c.weights.data == NULL:
             divisor = row_sum + i * size
         c.kernels.lower_row(width, again + i * width * size, divisor, out + i * ldo * size)

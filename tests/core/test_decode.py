@@ -197,6 +197,44 @@ def test_one_row_on_few_keys_of_any_numbers_is_what_it_is_under_a_mask(isa, dtyp
             np.testing.assert_allclose(got, wanted, rtol=8 * info.eps, atol=64 * info.eps * most)
 
 
+SIZES = {"tiny": 1e-3, "subnormal": 0.3, "zero": 0.0, "ordinary": None}     # of values, in smallest normal numbers over epsilon
+
+
+@dtypes
+@pytest.mark.parametrize("side_by_side", [False, True], ids=["", "side by side"])
+@pytest.mark.parametrize("chunks", list(itertools.product(SIZES, repeat=2)), ids="-".join)
+def test_chunks_of_tiny_values_beside_others(isa, dtype, chunks, side_by_side, rng):
+    """Those whose values are all tiny are raised at once, and are done again where another chunk has others. What a removed key
+    holds, of whatever size, changes no bit of rows that do not attend it."""
+    if dtype == np.float64 and np.finfo(np.longdouble).minexp >= np.finfo(dtype).minexp:
+        pytest.skip("this machine has no wider type for the reference")
+    info, Lk = np.finfo(dtype), 900
+    q, k, v, _ = draw(rng, 1, 8, 4, 2, Lk, 16, 24, dtype)
+    for n, size in enumerate(chunks):
+        if size == "subnormal":
+            v[:, :, n * 512:][:, :, :512] *= info.smallest_normal * dtype(SIZES[size])
+        elif SIZES[size] is not None:
+            v[:, :, n * 512:][:, :, :512] *= info.smallest_normal / info.eps * dtype(SIZES[size])
+    mask = np.zeros((2, Lk), bool)
+    mask[:, [0, 7, 515, 899]] = True
+    mask[1, 512:] = True
+    wide = np.longdouble if dtype == np.float64 else np.float64
+    with np.errstate(all="ignore"):
+        exact = reference.attention(*(x.astype(wide) for x in (q, k, v)), mask=mask)
+    before = _core.neighbours_from(0 if side_by_side else np.inf)
+    try:
+        out, lse = decode(q, k, v, mask=mask)
+        bound = 400 * info.eps * np.abs(exact).max(axis=-1, keepdims=True) + info.smallest_subnormal
+        assert (np.abs(out.astype(wide) - exact) <= bound).all()
+        for place, value in itertools.product((0, 7, 515, 899), (np.nan, 1, info.max, info.smallest_subnormal, 0)):
+            other = v.copy()
+            other[:, :, place] = value
+            for got, wanted in zip(decode(q, k, other, mask=mask), (out, lse), strict=True):
+                assert same_bits(got, wanted), (place, value)
+    finally:
+        _core.neighbours_from(before)
+
+
 @dtypes
 @pytest.mark.parametrize("Dv", [0, 5])
 def test_one_row_on_few_keys_whose_scores_are_beyond_numbers(isa, dtype, Dv, rng):

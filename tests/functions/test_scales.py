@@ -333,6 +333,31 @@ def test_a_tiny_row_does_not_depend_on_its_company(isa, dtype, algorithm, rng):
 
 @dtypes
 @pytest.mark.parametrize("algorithm", FORWARD)
+@pytest.mark.parametrize("Lk", [5, 70, 300, 1100])
+@pytest.mark.parametrize("size", ["large", "tiny"])
+def test_values_at_the_ends_of_their_type_beside_removed_ones(isa, dtype, algorithm, Lk, size, rng):
+    """Values whose sums overflow, or are subnormal: the mean of what is attended, whose bits no removed one changes."""
+    q, k, _, _ = draw(rng, 1, 2, 1, 16, Lk, 12, 9, dtype)
+    info = np.finfo(dtype)
+    value = info.max / dtype(1.5) if size == "large" else info.smallest_normal / 64
+    v = np.full((1, 1, Lk, 9), value, dtype)
+    mask = rng.random((16, Lk)) < 0.3
+    mask[:, -1], mask[:, 2] = False, True
+    mask[3] = True
+    found = []
+    for removed in (value, np.nan, np.inf, 0, 1):
+        v[:, :, 2] = removed
+        found.append(fastmha.attention(q, k, v, mask=mask, algorithm=algorithm, return_lse=True))
+    out = found[0][0]
+    assert not out[:, :, 3].any()
+    np.testing.assert_allclose(np.delete(out, 3, axis=2), value, rtol=64 * info.eps if size == "large" else 0,
+                               atol=0 if size == "large" else info.smallest_subnormal)
+    for results in found[1:]:
+        assert all(same_bits(x, y) for x, y in zip(found[0], results, strict=True))
+
+
+@dtypes
+@pytest.mark.parametrize("algorithm", FORWARD)
 @pytest.mark.parametrize("values", [(1, 1, -2), (1, 2, -3, 0), (0.5, 0.5, -1, 1e-300)])
 def test_large_values_may_cancel(isa, dtype, algorithm, values):
     """The sum is 0 where it is rounded, as in a row that is small throughout, which is computed again from larger values."""
