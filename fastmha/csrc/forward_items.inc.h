@@ -130,13 +130,14 @@ static inline int FMHA_NAME(tiny_value)(const fmha_problem *p, ptrdiff_t b, ptrd
     return 0 < bits && bits < bound;
 }
 
-/* Whether all values that the block may attend are so small that its rows are tiny, and some are not 0. Hardly more than one is
+/* Whether all values that the block's rows are products of are so small that these are tiny, and some are not 0. Hardly more than one is
  * looked at where they are not. */
 static int FMHA_NAME(tiny_values)(const fmha_problem *p, const FMHA_NAME(rows) *block)
 {
+    const ptrdiff_t from = block->j0 / KEY_STEP * KEY_STEP;     /* as they are multiplied */
     IVEC some = i_splat(0), others = i_splat(0);
-    if (!FMHA_NAME(tiny_value)(p, block->b, block->hkv, block->j0)) return 0;
-    for (ptrdiff_t j = block->j0; j < block->j1 && !v_any(others); j++) {
+    if (!FMHA_NAME(tiny_value)(p, block->b, block->hkv, from)) return 0;
+    for (ptrdiff_t j = from; j < block->j1 && !v_any(others); j++) {
         const REAL *v = (const REAL *)FMHA_NAME(stored_row)(p, &p->v, block->b, block->hkv, j);
         for (ptrdiff_t d = 0; d < p->Dv; d += LANES) {
             const IVEC size = v_bits(v_load_n(v + d, p->Dv - d, 0)) & ~i_splat(SIGN_BIT);

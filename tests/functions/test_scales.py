@@ -340,20 +340,22 @@ def test_values_at_the_ends_of_their_type_beside_removed_ones(isa, dtype, algori
     q, k, _, _ = draw(rng, 1, 2, 1, 16, Lk, 12, 9, dtype)
     info = np.finfo(dtype)
     value = info.max / dtype(1.5) if size == "large" else info.smallest_normal / 64
-    v = np.full((1, 1, Lk, 9), value, dtype)
     mask = rng.random((16, Lk)) < 0.3
     mask[:, -1], mask[:, 2] = False, True
     mask[3] = True
-    found = []
-    for removed in (value, np.nan, np.inf, 0, 1):
-        v[:, :, 2] = removed
-        found.append(fastmha.attention(q, k, v, mask=mask, algorithm=algorithm, return_lse=True))
-    out = found[0][0]
-    assert not out[:, :, 3].any()
-    np.testing.assert_allclose(np.delete(out, 3, axis=2), value, rtol=64 * info.eps if size == "large" else 0,
-                               atol=0 if size == "large" else info.smallest_subnormal)
-    for results in found[1:]:
-        assert all(same_bits(x, y) for x, y in zip(found[0], results, strict=True))
+    for place, rules in ((2, {"mask": mask}), (0, {"key_ranges": ([1], [Lk])}), (2, {"window": (0, Lk), "offset": 3})):
+        v = np.full((1, 1, Lk, 9), value, dtype)
+        found = []
+        for removed in (value, np.nan, np.inf, 0, 1, info.max):
+            v[:, :, place] = removed
+            found.append(fastmha.attention(q, k, v, algorithm=algorithm, return_lse=True, **rules))
+        out, lse = found[0]
+        empty = np.isneginf(lse)
+        assert not out[empty].any()
+        np.testing.assert_allclose(out[~empty], value, rtol=64 * info.eps if size == "large" else 0,
+                                   atol=0 if size == "large" else info.smallest_subnormal)
+        for results in found[1:]:
+            assert all(same_bits(x, y) for x, y in zip(found[0], results, strict=True))
 
 
 @dtypes
