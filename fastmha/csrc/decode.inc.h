@@ -131,8 +131,9 @@ static int FMHA_NAME(decode_softmax)(const fmha_problem *p, ptrdiff_t b, ptrdiff
 
 /* out (rows, Dv) <- shrink * out + weights @ v, of keys e .. n behind key j whose values must be converted, copied or raised, a
  * step at a time. careful: without what is not finite, which allowed pairs add; shrink NULL: 1. Returns 1 where that is given up. */
-static int FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t e,
-                                          ptrdiff_t n, int careful, int purpose, const FMHA_NAME(decode_memory) *m, REAL *weights, REAL *out, const REAL *shrink)
+static int FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t e, ptrdiff_t n,
+                                          int careful, int purpose, const FMHA_NAME(decode_memory) *m, REAL *weights, REAL *out,
+                                          const REAL *shrink)
 {
     const ptrdiff_t group = p->H / p->Hkv, rows = group * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
     for (; e < n; e += DECODE_STEP) {
@@ -204,8 +205,8 @@ static ptrdiff_t FMHA_NAME(turns_from)(ptrdiff_t e, const fmha_problem *p, const
 }
 
 /* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums
- * are finite: then it is to be done again with care; or 1 where it is given up. purpose: 0, or some of those of a pass. m->ready: of how many keys m->scores holds
- * the scores already; on return, of those after the chunk, up to `end`, the item's. */
+ * are finite: then it is to be done again with care; or 1 where it is given up. purpose: 0, or some of those of a pass. m->ready: of
+ * how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`, the item's. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
@@ -316,21 +317,33 @@ static void FMHA_NAME(chunk_of_item)(const fmha_run *run, ptrdiff_t b, ptrdiff_t
         FMHA_NAME(careful_chunk)(run, b, hkv, j, low, end, lift, m, result);
 }
 
+/* Of the chunks of a block, that with key j. */
+static inline FMHA_NAME(chunk) FMHA_NAME(chunk_among)(const fmha_problem *p, const FMHA_NAME(chunk) *all, ptrdiff_t j)
+{
+    const ptrdiff_t at = j / FMHA_CHUNK_KEYS * FMHA_NAME(chunk_scratch)(p);
+    return (FMHA_NAME(chunk)){all->peak + at, all->total + at, all->sums + at, all->raised + at};
+}
+
+/* The memory in which chunks of a block are made again, by itself. Returns what decode_queries does. */
+static const REAL *FMHA_NAME(begin_again)(const fmha_run *run, const FMHA_NAME(rows) *block, REAL *scratch, FMHA_NAME(decode_memory) *m)
+{
+    FMHA_NAME(decode_layout)(&run->p, scratch, m);
+    m->ahead = FMHA_NAME(decode_ahead)(run, block->rows);
+    return FMHA_NAME(decode_queries)(&run->p, block->b, block->hkv, block->rows, m->q, m->lift);
+}
+
 /* The chunks of a block again for a purpose, one after the other and over what they have left, unless they have been made for it:
  * memory gets the softmaxes of all, and of the sinks. scratch: what decode_layout asks for. */
 static void FMHA_NAME(chunks_again)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, int purpose,
                                     int made, const FMHA_NAME(forward_memory) *memory, REAL *scratch)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES), size = FMHA_NAME(chunk_scratch)(p);
+    const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
     FMHA_NAME(decode_memory) m;
-    FMHA_NAME(decode_layout)(p, scratch, &m);
-    m.ahead = FMHA_NAME(decode_ahead)(run, block->rows);
-    const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, m.q, m.lift);
+    const REAL *lift = FMHA_NAME(begin_again)(run, block, scratch, &m);
     REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
-        const ptrdiff_t c = j / FMHA_CHUNK_KEYS * size;
-        const FMHA_NAME(chunk) of = {all->peak + c, all->total + c, all->sums + c, all->raised + c};
+        const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
         m.ready = 0;
         if (!made) FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, purpose);
         for (ptrdiff_t r = 0; r < block->rows; r++) {
@@ -385,21 +398,18 @@ static void FMHA_NAME(large_chunks)(const fmha_run *run, const FMHA_NAME(rows) *
 static int FMHA_NAME(chunks_raised)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, REAL *scratch)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t chunks = fmha_parts(p->Lk, FMHA_CHUNK_KEYS), size = FMHA_NAME(chunk_scratch)(p);
     int others = 0;
-    for (ptrdiff_t c = 0; c < chunks && !others; c++)
-        for (ptrdiff_t r = 0; all->raised[c * size] == 0 && r < block->rows; r++) others |= all->total[c * size + r] != 0;
+    for (ptrdiff_t j = 0; j < p->Lk && !others; j += FMHA_CHUNK_KEYS) {
+        const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
+        for (ptrdiff_t r = 0; *of.raised == 0 && r < block->rows; r++) others |= of.total[r] != 0;
+    }
     if (!others) return 1;
     FMHA_NAME(decode_memory) m;
-    FMHA_NAME(decode_layout)(p, scratch, &m);
-    m.ahead = FMHA_NAME(decode_ahead)(run, block->rows);
-    const REAL *lift = FMHA_NAME(decode_queries)(p, block->b, block->hkv, block->rows, m.q, m.lift);
-    for (ptrdiff_t c = 0; c < chunks; c++) {
-        const FMHA_NAME(chunk) of = {all->peak + c * size, all->total + c * size, all->sums + c * size, all->raised + c * size};
+    const REAL *lift = FMHA_NAME(begin_again)(run, block, scratch, &m);
+    for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
+        const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
         m.ready = 0;
-        if (*of.raised == 0) continue;
-        const ptrdiff_t j = c * FMHA_CHUNK_KEYS;
-        if (FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, 0))
+        if (*of.raised != 0 && FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, 0))
             FMHA_NAME(careful_chunk)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of);
     }
     return 0;
