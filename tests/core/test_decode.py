@@ -216,13 +216,16 @@ def test_chunks_of_tiny_values_beside_others(isa, dtype, chunks, side_by_side, r
     wide = np.longdouble if dtype == np.float64 else np.float64
     with np.errstate(all="ignore"):
         exact = reference.attention(*(x.astype(wide) for x in (q, k, v)), mask=mask)
+    if side_by_side:
+        q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (q, k, v))
     before = _core.neighbours_from(0 if side_by_side else np.inf)
     try:
+        assert (_core.decode_neighbours(validate.attention_problem(q, k, v, "BHLD"), 1) > 1) == side_by_side
         out, lse = decode(q, k, v, mask=mask)
         bound = 400 * info.eps * np.abs(exact).max(axis=-1, keepdims=True) + info.smallest_subnormal
         assert (np.abs(out.astype(wide) - exact) <= bound).all()
         for place, value in itertools.product((0, 7, 515, 899), (np.nan, 1, info.max, info.smallest_subnormal, 0)):
-            other = v.copy()
+            other = v.copy(order="K")
             other[:, :, place] = value
             for got, wanted in zip(decode(q, k, other, mask=mask), (out, lse), strict=True):
                 assert same_bits(got, wanted), (place, value)
