@@ -378,6 +378,12 @@ static inline int FMHA_NAME(is_far)(const FMHA_NAME(backward) *w, int lone, REAL
     return (lone || lse > w->far_above || lse < (w->few ? -FAR_LSE : -HUGE_LSE)) && FMHA_NAME(is_owned)(w, lse);
 }
 
+/* Whether rows of an element type are finite throughout. */
+static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t stride)
+{
+    return type == FMHA_SAME ? FMHA_NAME(all_finite)(rows, cols, x, stride) : FMHA_NAME(finite_halves)(type, rows, cols, x, stride);
+}
+
 /* Whether the block's rows of x (q or grad_out) are finite throughout. */
 static int FMHA_NAME(finite_block)(const fmha_problem *p, const fmha_array *x, const FMHA_NAME(rows) *block, ptrdiff_t width)
 {

@@ -172,10 +172,11 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
     return item;
 }
 
-/* Whether the values of keys [from, to) are finite: then what is not in sums of them is no matter of the firewall. */
+/* Whether the values of keys [from, to) are known to be finite: then what is not in sums of them is no matter of the firewall. */
 static inline int FMHA_NAME(values_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t from, ptrdiff_t to)
 {
-    return from >= to || FMHA_NAME(finite_rows)(p->stored, to - from, p->Dv, FMHA_NAME(stored_row)(p, &p->v, b, hkv, from), p->v.stride[2]);
+    if (from >= to || p->stored != FMHA_SAME) return from >= to;        /* sums of others overflow where they are not finite */
+    return FMHA_NAME(all_finite)(to - from, p->Dv, FMHA_NAME(stored_row)(p, &p->v, b, hkv, from), p->v.stride[2]);
 }
 
 /* The rows of a block that are wanted, a bit each, of out and lse, from a first pass over its keys; partly: some of its tiles

@@ -414,12 +414,6 @@ static int FMHA_NAME(all_finite)(ptrdiff_t rows, ptrdiff_t cols, const void *x_,
     return FMHA_NAME(sum)((trace[0] + trace[1]) + (trace[2] + trace[3])) == 0;
 }
 
-/* Whether rows of an element type are finite throughout. */
-static int FMHA_NAME(finite_rows)(int type, ptrdiff_t rows, ptrdiff_t cols, const char *x, ptrdiff_t stride)
-{
-    return type == FMHA_SAME ? FMHA_NAME(all_finite)(rows, cols, x, stride) : FMHA_NAME(finite_halves)(type, rows, cols, x, stride);
-}
-
 static void FMHA_NAME(copy_rows)(ptrdiff_t rows, ptrdiff_t cols, const void *x, ptrdiff_t ldx, void *y, ptrdiff_t ldy)
 {
     for (ptrdiff_t i = 0; i < rows; i++)
