@@ -175,7 +175,7 @@ static fmha_item FMHA_NAME(item_rows)(const fmha_run *run, ptrdiff_t n, FMHA_NAM
 /* Whether the values of keys [from, to) are known to be finite: then what is not in sums of them is no matter of the firewall. */
 static inline int FMHA_NAME(values_finite)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t from, ptrdiff_t to)
 {
-    if (from >= to || p->stored != FMHA_SAME) return from >= to;        /* sums of others overflow where they are not finite */
+    if (from >= to || p->stored != FMHA_SAME) return from >= to;        /* those that are converted are not asked */
     return FMHA_NAME(all_finite)(to - from, p->Dv, FMHA_NAME(stored_row)(p, &p->v, b, hkv, from), p->v.stride[2]);
 }
 
