@@ -56,6 +56,7 @@ typedef struct {
     int written;                        /* the results of all rows: by a product that was the first and the last */
     FMHA_NAME(results) results;
     int lifted;                         /* scores are products times a lift of the rows */
+    int limited;                        /* there are sums with reduced probabilities */
     REAL drowned;                       /* no score of the keys that were left out is above it */
     const struct FMHA_NAME(gathered) *gathered;     /* what of the head's keys and values is gathered, or NULL */
     const char *values;                 /* the values of the tile at hand, to be fetched beside its keys, or NULL, */
@@ -142,7 +143,7 @@ static void FMHA_NAME(block_rows)(const fmha_problem *p, FMHA_NAME(rows) *block,
     block->rows = rows;
     block->few = (FMHA_NAME(few)){.scratch = NULL};
     block->by_fours = BY_FOURS && group * p->Lq <= FOUR_ROWS;
-    block->written = 0;
+    block->written = block->limited = 0;
     block->boolean = p->bool_mask.data != NULL;
     block->additive = p->additive_mask.data != NULL;
     block->gathered = NULL;

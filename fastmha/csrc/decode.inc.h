@@ -57,9 +57,9 @@ static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p)
 }
 
 /* What a chunk leaves: peak and total of each row, sums of its values (rows, value width), and 1 where these are of raised values,
- * or else 0. */
+ * or else 0; the sums of reduced probabilities where others may have overflown, and 1 where they are there, or else 0. */
 typedef struct {
-    REAL *peak, *total, *sums, *raised;
+    REAL *peak, *total, *sums, *raised, *limited, *large;
 } FMHA_NAME(chunk);
 
 static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(chunk) *chunk)
@@ -69,6 +69,8 @@ static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FM
     chunk->total = FMHA_NAME(take)(memory, &used, rows);
     chunk->sums = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
     chunk->raised = FMHA_NAME(take)(memory, &used, 1);
+    chunk->limited = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
+    chunk->large = FMHA_NAME(take)(memory, &used, 1);
     return used;
 }
 
@@ -94,7 +96,7 @@ static void FMHA_NAME(begin_chunk)(ptrdiff_t rows, ptrdiff_t value_width, const 
         result->total[r] = 0;
     }
     memset(result->sums, 0, (size_t)(rows * value_width) * sizeof(REAL));
-    *result->raised = 0;
+    *result->raised = *result->large = 0;
 }
 
 /* scores (rows, DECODE_KEYS) of n keys from key j on -> probabilities beside the peaks so far, with masks and dropout in them;
@@ -154,6 +156,21 @@ static int FMHA_NAME(decode_values_apart)(const fmha_problem *p, ptrdiff_t b, pt
     return 0;
 }
 
+/* The same of keys whose values may be read where they lie, too, as `whole` says, after which the thread reads `then` or the next rows. */
+static int FMHA_NAME(values_of_keys)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t e, ptrdiff_t n, int whole,
+                                     int careful, int purpose, const char *then, FMHA_NAME(decode_memory) *m, REAL *weights, REAL *out,
+                                     const REAL *shrink)
+{
+    if (e >= n) return 0;
+    if (!whole || purpose & FMHA_NAME(raised) || careful)
+        return FMHA_NAME(decode_values_apart)(p, b, hkv, j, e, n, careful, purpose, m, weights, out, shrink);
+    m->ahead.then = then;
+    FMHA_NAME(decode_values)(p->stored, p, &m->ahead, p->H / p->Hkv * p->Lq, n - e, weights + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
+                             p->v.stride[2], out, e ? NULL : shrink);
+    m->ahead.then = NULL;
+    return 0;
+}
+
 /* Row r of a group's queries. */
 static inline const char *FMHA_NAME(decode_query)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t r)
 {
@@ -204,8 +221,14 @@ static ptrdiff_t FMHA_NAME(turns_from)(ptrdiff_t e, const fmha_problem *p, const
     return e;
 }
 
-/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys were removed and not all sums
- * are finite: then it is to be done again with care; or 1 where it is given up. purpose: 0, or some of those of a pass. m->ready: of
+/* As `reduce`, of the probabilities (rows, DECODE_KEYS) of n keys. */
+static void FMHA_NAME(reduce_rows)(const fmha_problem *p, ptrdiff_t rows, ptrdiff_t n, REAL *weights)
+{
+    for (ptrdiff_t r = 0; r < rows; r++) FMHA_NAME(multiply)(n, weights + r * DECODE_KEYS, (double)FMHA_NAME(reduction)(p));
+}
+
+/* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys may be removed, or -1 where it is
+ * given up. purpose: 0, or some of those of a pass. m->ready: of
  * how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`, the item's. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
@@ -217,6 +240,10 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     int partly = 0;
     FMHA_NAME(begin_chunk)(rows, value_width, result);
     *result->raised = raised ? 1 : 0;
+    if (purpose & FMHA_NAME(large)) {
+        memset(result->limited, 0, (size_t)(rows * value_width) * sizeof(REAL));
+        *result->large = 1;
+    }
     if (raised) memset(m->copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
     const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && DECODE_USUAL(p->stored);
@@ -235,8 +262,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         for (ptrdiff_t e = 0; lift && e < rows * DECODE_KEYS; e++) scores[e] *= lift[e / DECODE_KEYS];
         const int touched = FMHA_NAME(decode_softmax)(p, b, hkv, j, n, scores, result, shrink);
         partly |= touched;
-        for (ptrdiff_t r = 0; purpose & FMHA_NAME(reduced) && r < rows; r++)
-            FMHA_NAME(multiply)(n, scores + r * DECODE_KEYS, (double)FMHA_NAME(reduction)(p));
+        if (purpose & FMHA_NAME(reduced)) FMHA_NAME(reduce_rows)(p, rows, n, scores);
         FMHA_NAME(fetch_part)(m->next, 2);
         FMHA_NAME(fetch_part)(m->next, 3);
         /* In turns with the next block, and behind the last one with the next item's first, as far as all have whole steps. */
@@ -257,20 +283,19 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
                                       m->next_scores + begun, scores, v, out, shrink);
             m->begun->ready += e - before;
         }
-        /* The values alone: bits are the same wherever an item ends and however the values are stored. */
-        if (e < n && whole && !raised && !(careful && touched)) {
-            m->ahead.then = j + n < end ? NULL : !begins ? m->then      /* memory would deliver these values alone */
-                            : FMHA_NAME(stored_row)(p, &p->k, m->item.b, m->item.hkv, m->item.first + m->begun->ready);
-            FMHA_NAME(decode_values)(p->stored, p, &m->ahead, rows, n - e, scores + e, FMHA_NAME(stored_row)(p, &p->v, b, hkv, j + e),
-                                     p->v.stride[2], out, e ? NULL : shrink);
-            m->ahead.then = NULL;
-            e = n;
+        /* The values alone: bits are the same wherever an item ends and however the values are stored. Memory would deliver the last
+         * ones without others. */
+        const char *then = j + n < end ? NULL : !begins ? m->then
+                           : FMHA_NAME(stored_row)(p, &p->k, m->item.b, m->item.hkv, m->item.first + m->begun->ready);
+        if (FMHA_NAME(values_of_keys)(p, b, hkv, j, e, n, whole, careful && touched, purpose, then, m, scores, out, shrink)) return -1;
+        if (purpose & FMHA_NAME(large)) {
+            FMHA_NAME(reduce_rows)(p, rows, n, scores);
+            FMHA_NAME(values_of_keys)(p, b, hkv, j, e, n, whole, 0, purpose, then, m, scores, result->limited, shrink);
         }
-        if (e < n && FMHA_NAME(decode_values_apart)(p, b, hkv, j, e, n, careful && touched, purpose, m, scores, out, shrink)) return 1;
         m->scores = after;
         m->after = scores;
     }
-    return partly && !raised && !FMHA_NAME(all_finite)(rows, value_width, out, value_width);
+    return partly;
 }
 
 /* Where of a chunk from key j on the block begins that has the first of the keys from `low` on. */
@@ -289,13 +314,41 @@ static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_
     return FMHA_NAME(decode_chunk)(run, b, hkv, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), end, lift, m, result, purpose);
 }
 
-/* A chunk with sums that are not finite, and removed keys, again with care, unless all its values are finite. */
-static void FMHA_NAME(careful_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
-                                     const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result)
+/* A chunk of which some keys were removed if it is `partly`, has its sums. Where not all of them are finite, it is done again, its keys
+ * and values being at hand: with care, unless all values are finite or no keys are removed, and where sums may have overflown, for
+ * reduced ones beside. What is finite without these stays as it is, whatever other rows have. */
+static void FMHA_NAME(finish_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
+                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int partly)
 {
-    if (FMHA_NAME(values_finite)(&run->p, b, hkv, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end))) return;
+    const fmha_problem *p = &run->p;
+    const ptrdiff_t rows = p->H / p->Hkv * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
+    const ptrdiff_t from = FMHA_NAME(chunk_begin)(j, low), to = FMHA_NAME(chunk_end)(j, end);
+    const VEC factor = v_splat(FMHA_NAME(reduction)(p)), zero = v_splat(0);
+    if (FMHA_NAME(all_finite)(rows, value_width, result->sums, value_width)) {
+        *result->large = 0;     /* as those of others in its place */
+        return;
+    }
+    const int careful = partly && !FMHA_NAME(values_finite)(p, b, hkv, from, to) ? FMHA_NAME(careful) : 0;
     m->ready = 0;
-    FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, FMHA_NAME(careful));
+    if (careful) FMHA_NAME(decode_chunk)(run, b, hkv, from, to, end, lift, m, result, careful);
+    if (*result->large == 0) {
+        if (!FMHA_NAME(some_value)(p, b, hkv, from, to, 1, DECODE_STEP, m->converted)) return;
+        FMHA_NAME(chunk) reduced = *result;
+        reduced.sums = result->limited;
+        FMHA_NAME(decode_chunk)(run, b, hkv, from, to, end, lift, m, &reduced, FMHA_NAME(reduced) | careful);
+    }
+    for (ptrdiff_t e = 0; e < rows * value_width; e += LANES) {
+        const VEC x = v_load(result->sums + e);
+        v_store(result->limited + e, v_select(v_equal(x - x, zero), x * factor, v_load(result->limited + e)));
+    }
+    *result->large = 1;
+}
+
+/* Whether sums of the values of a chunk may overflow: then reduced ones are made beside. */
+static inline int FMHA_NAME(large_chunk)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end)
+{
+    const ptrdiff_t from = FMHA_NAME(chunk_begin)(j, low);
+    return from < FMHA_NAME(chunk_end)(j, end) && FMHA_NAME(large_value)(p, b, hkv, from);
 }
 
 /* Whether all values of a chunk may be tiny: then it is raised at once. */
@@ -310,18 +363,19 @@ static void FMHA_NAME(chunk_of_item)(const fmha_run *run, ptrdiff_t b, ptrdiff_t
                                      const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result)
 {
     if (FMHA_NAME(tiny_chunk)(&run->p, b, hkv, j, low, end)) {
-        if (!FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, FMHA_NAME(raised) | FMHA_NAME(tiny))) return;
+        if (FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, FMHA_NAME(raised) | FMHA_NAME(tiny)) >= 0) return;
         m->ready = 0;
     }
-    if (FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, 0))
-        FMHA_NAME(careful_chunk)(run, b, hkv, j, low, end, lift, m, result);
+    const int purpose = FMHA_NAME(large_chunk)(&run->p, b, hkv, j, low, end) ? FMHA_NAME(large) : 0;
+    const int partly = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, purpose);
+    FMHA_NAME(finish_chunk)(run, b, hkv, j, low, end, lift, m, result, partly);
 }
 
 /* Of the chunks of a block, that with key j. */
 static inline FMHA_NAME(chunk) FMHA_NAME(chunk_among)(const fmha_problem *p, const FMHA_NAME(chunk) *all, ptrdiff_t j)
 {
     const ptrdiff_t at = j / FMHA_CHUNK_KEYS * FMHA_NAME(chunk_scratch)(p);
-    return (FMHA_NAME(chunk)){all->peak + at, all->total + at, all->sums + at, all->raised + at};
+    return (FMHA_NAME(chunk)){all->peak + at, all->total + at, all->sums + at, all->raised + at, all->limited + at, all->large + at};
 }
 
 /* The memory in which chunks of a block are made again, by itself. Returns what decode_queries does. */
@@ -332,23 +386,22 @@ static const REAL *FMHA_NAME(begin_again)(const fmha_run *run, const FMHA_NAME(r
     return FMHA_NAME(decode_queries)(&run->p, block->b, block->hkv, block->rows, m->q, m->lift);
 }
 
-/* The chunks of a block again for a purpose, one after the other and over what they have left, unless they have been made for it:
- * memory gets the softmaxes of all, and of the sinks. scratch: what decode_layout asks for. */
-static void FMHA_NAME(chunks_again)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, int purpose,
-                                    int made, const FMHA_NAME(forward_memory) *memory, REAL *scratch)
+/* The chunks of a block become one, in their order: memory gets the softmaxes of all, and of the sinks; with sums of values, or
+ * `limited` ones. */
+static void FMHA_NAME(merge_chunks)(const fmha_problem *p, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, int limited,
+                                    const FMHA_NAME(forward_memory) *memory)
 {
-    const fmha_problem *p = &run->p;
     const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
-    FMHA_NAME(decode_memory) m;
-    const REAL *lift = FMHA_NAME(begin_again)(run, block, scratch, &m);
+    const REAL reduction = limited ? FMHA_NAME(reduction)(p) : 1;
     REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
         const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
-        m.ready = 0;
-        if (!made) FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, purpose);
+        const int has_limited = limited && *of.large != 0;
+        const REAL *sums = has_limited ? of.limited : of.sums, factor = has_limited ? 1 : reduction;
         for (ptrdiff_t r = 0; r < block->rows; r++) {
+            const ptrdiff_t first = r * value_width, last = first + value_width;
             if (j == 0) {
-                memcpy(out + r * value_width, of.sums + r * value_width, (size_t)value_width * sizeof(REAL));
+                for (ptrdiff_t d = first; d < last; d += LANES) v_store(out + d, v_load(sums + d) * factor);
                 peak[r] = of.peak[r];
                 total[r] = of.total[r];
                 continue;
@@ -356,8 +409,7 @@ static void FMHA_NAME(chunks_again)(const fmha_run *run, const FMHA_NAME(rows) *
             if (of.total[r] == 0) continue;     /* no key of the chunk is attended */
             const REAL most = of.peak[r] > peak[r] ? of.peak[r] : peak[r];
             const REAL mine = FMHA_NAME(exp_of)(peak[r] - most), other = FMHA_NAME(exp_of)(of.peak[r] - most);
-            for (ptrdiff_t d = r * value_width; d < (r + 1) * value_width; d += LANES)
-                v_store(out + d, v_load(out + d) * mine + v_load(of.sums + d) * other);
+            for (ptrdiff_t d = first; d < last; d += LANES) v_store(out + d, v_load(out + d) * mine + v_load(sums + d) * factor * other);
             total[r] = total[r] * mine + of.total[r] * other;
             peak[r] = most;
         }
@@ -370,26 +422,36 @@ static void FMHA_NAME(chunks_again)(const fmha_run *run, const FMHA_NAME(rows) *
     }
 }
 
-/* As tiny_rows. */
+/* As tiny_rows; made: the chunks have sums of raised values. scratch: what decode_layout asks for. */
 static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, uint64_t tiny, int made,
                                    const FMHA_NAME(forward_memory) *memory, REAL *scratch)
 {
     const fmha_problem *p = &run->p;
-    if (!made && !FMHA_NAME(some_value)(p, block, 0, memory->converted)) return;
-    FMHA_NAME(chunks_again)(run, block, all, FMHA_NAME(raised), made, memory, scratch);
+    if (!made) {
+        if (!FMHA_NAME(some_value)(p, block->b, block->hkv, block->j0, block->j1, 0, TILE_KEYS, memory->converted)) return;
+        FMHA_NAME(decode_memory) m;
+        const REAL *lift = FMHA_NAME(begin_again)(run, block, scratch, &m);
+        for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
+            const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
+            m.ready = 0;
+            FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, FMHA_NAME(raised));
+        }
+    }
+    FMHA_NAME(merge_chunks)(p, block, all, 0, memory);
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (tiny >> r & 1 && memory->total[r] != 0)
             FMHA_NAME(lower_row)(p->Dv, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total + r, FMHA_NAME(out_row)(run, block, r, memory));
 }
 
-/* As large_rows. */
+/* As large_rows, of chunks that are finished: those that were not finite have reduced sums. */
 static void FMHA_NAME(large_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all,
-                                    const FMHA_NAME(forward_memory) *memory, REAL *scratch)
+                                    const FMHA_NAME(forward_memory) *memory)
 {
     const fmha_problem *p = &run->p;
-    if (!FMHA_NAME(some_value)(p, block, 1, memory->converted)) return;
-    const int careful = FMHA_NAME(values_finite)(p, block->b, block->hkv, FMHA_NAME(chunk_begin)(0, block->j0), block->j1) ? 0 : FMHA_NAME(careful);
-    FMHA_NAME(chunks_again)(run, block, all, FMHA_NAME(reduced) | careful, 0, memory, scratch);
+    int some = 0;
+    for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) some |= *FMHA_NAME(chunk_among)(p, all, j).large != 0;
+    if (!some && !FMHA_NAME(some_value)(p, block->b, block->hkv, block->j0, block->j1, 1, TILE_KEYS, memory->converted)) return;
+    FMHA_NAME(merge_chunks)(p, block, all, 1, memory);
     for (ptrdiff_t r = 0; r < block->rows; r++)
         FMHA_NAME(limited_row)(p, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total[r], FMHA_NAME(out_row)(run, block, r, memory));
 }
@@ -409,8 +471,9 @@ static int FMHA_NAME(chunks_raised)(const fmha_run *run, const FMHA_NAME(rows) *
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
         const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
         m.ready = 0;
-        if (*of.raised != 0 && FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, 0))
-            FMHA_NAME(careful_chunk)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of);
+        if (*of.raised == 0) continue;
+        const int partly = FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, 0);
+        FMHA_NAME(finish_chunk)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, partly);
     }
     return 0;
 }
@@ -485,7 +548,7 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
     }
     if (!finite || tiny) {
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        if (!finite) FMHA_NAME(large_chunks)(run, &block, &first, &memory, scratch);
+        if (!finite) FMHA_NAME(large_chunks)(run, &block, &first, &memory);
         if (tiny) FMHA_NAME(tiny_chunks)(run, &block, &first, tiny, raised, &memory, scratch);
         /* Of several NaN in a sum, which one it becomes is the compiler's choice, another one in turns than alone: all are made alike. */
         for (ptrdiff_t r = 0; !finite && r < rows; r++) {

@@ -3,17 +3,18 @@
  * an item and their merging in another, or a run in parts, an item each, that go on one after the other, where that keeps more
  * threads busy. The bits are the same. */
 
-/* Of the rows of a block against some keys: peak and total of each, sums of out (queries, value width). */
+/* Of the rows of a block against some keys: peak and total of each, sums of out (queries, value width), and the same with reduced
+ * probabilities, or NULL. */
 typedef struct {
-    REAL *peak, *total, *out;
+    REAL *peak, *total, *out, *limited;
 } FMHA_NAME(softmaxes);
 
 /* Scratch of one thread: q^T scaled (D, queries), scores^T (keys, queries); the softmaxes of a block, and those of a run of keys
  * behind the first; of each query what its sums shrink by, and the lift of its scores; keys or values (keys, width) where they
  * must be copied; keys or values where they must be converted; results (queries, value width) before they are rounded, where
- * they are. */
+ * they are; sums of a block, and of a run behind, with reduced probabilities. */
 typedef struct {
-    REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result;
+    REAL *packed, *scores, *out, *peak, *total, *shrink, *lift, *copy, *converted, *result, *limited, *limited_run;
     FMHA_NAME(softmaxes) run;
 } FMHA_NAME(forward_memory);
 
@@ -24,6 +25,7 @@ static ptrdiff_t FMHA_NAME(softmaxes_layout)(const fmha_problem *p, ptrdiff_t ro
     x->peak = FMHA_NAME(take)(memory, &used, rows);
     x->total = FMHA_NAME(take)(memory, &used, rows);
     x->out = FMHA_NAME(take)(memory, &used, ROUND_UP(p->Dv, LANES) * rows);
+    x->limited = NULL;
     return used;
 }
 
@@ -49,6 +51,8 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, keys));
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
     used += FMHA_NAME(softmaxes_layout)(p, BLOCK_ROWS, memory ? memory + used : NULL, &m->run);
+    m->limited = FMHA_NAME(take)(memory, &used, value_width * BLOCK_ROWS);
+    m->limited_run = FMHA_NAME(take)(memory, &used, p->Lk > FMHA_RUN_KEYS ? value_width * BLOCK_ROWS : 0);
     return used;
 }
 
@@ -227,7 +231,8 @@ enum {
     FMHA_NAME(straight) = 8,    /* an ordinary one whose results may be written at once */
     FMHA_NAME(hopeful) = 16,    /* an ordinary one without the keys that an additive mask probably drowns: see is_drowned */
     FMHA_NAME(continued) = 32,  /* an ordinary one that goes on: there are sums of out */
-    FMHA_NAME(tiny) = 64        /* a raised one whose values are tiny; "decode" gives it up where one is not */
+    FMHA_NAME(tiny) = 64,       /* a raised one whose values are tiny; "decode" gives it up where one is not */
+    FMHA_NAME(large) = 128      /* an ordinary one and a reduced one at once, of the same probabilities */
 };
 
 /* The factor that makes sums over all keys finite. */
@@ -254,6 +259,13 @@ static inline int FMHA_NAME(meets_run)(const FMHA_NAME(rows) *block, ptrdiff_t j
     return j < block->met1 && j + FMHA_RUN_KEYS > block->met0;
 }
 
+/* to (rows, value width) <- itself times shrink + from times grow. */
+static void FMHA_NAME(merge_sums)(const FMHA_NAME(rows) *block, const REAL *shrink, const REAL *grow, const REAL *from, REAL *to)
+{
+    for (ptrdiff_t r = 0; r < block->rows; r++, to += block->value_width, from += block->value_width)
+        for (ptrdiff_t d = 0; d < block->value_width; d += LANES) v_store(to + d, v_load(to + d) * shrink[r] + v_load(from + d) * grow[r]);
+}
+
 /* Each row of a block's softmaxes <- itself and that of a run of keys behind as one. */
 static __attribute__((noinline)) void FMHA_NAME(merge_run)(const FMHA_NAME(rows) *block, const FMHA_NAME(softmaxes) *run,
                                                            const FMHA_NAME(softmaxes) *sums)
@@ -269,11 +281,8 @@ static __attribute__((noinline)) void FMHA_NAME(merge_run)(const FMHA_NAME(rows)
         v_store(shrink + q, a);
         v_store(grow + q, b);
     }
-    for (ptrdiff_t r = 0; r < block->rows; r++) {
-        REAL *to = sums->out + r * block->value_width;
-        const REAL *from = run->out + r * block->value_width;
-        for (ptrdiff_t d = 0; d < block->value_width; d += LANES) v_store(to + d, v_load(to + d) * shrink[r] + v_load(from + d) * grow[r]);
-    }
+    FMHA_NAME(merge_sums)(block, shrink, grow, run->out, sums->out);
+    if (sums->limited) FMHA_NAME(merge_sums)(block, shrink, grow, run->limited, sums->limited);
 }
 
 /* The softmaxes of a block before the first key of a run, from key `first` on: of nothing, or before all keys of the sinks. Sums
@@ -400,6 +409,14 @@ static inline const char *FMHA_NAME(keys_after)(const fmha_problem *p, const FMH
     return start > 0 && block->then == (const char *)FMHA_NAME(stored_row)(p, &p->k, block->b, block->hkv, p->Lk) ? next : block->then;
 }
 
+/* Probabilities^T (n keys, queries) so small that no sum of finite values overflows. */
+static void FMHA_NAME(reduce)(const fmha_problem *p, const FMHA_NAME(rows) *block, ptrdiff_t n, REAL *s)
+{
+    const REAL factor = FMHA_NAME(reduction)(p);
+    for (ptrdiff_t k = 0; k < n; k++)
+        for (ptrdiff_t q = k * block->ld; q < k * block->ld + block->queries; q += LANES) v_store(s + q, v_load(s + q) * factor);
+}
+
 /* One block, whose queries are packed, against its keys of [first, last): makes the softmaxes of these, which are begun and have
  * no sums of out, unless it goes on. Returns whether some tile was touched. */
 static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, const REAL *lift,
@@ -440,11 +457,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         FMHA_NAME(softmax_block)(block, banded, n, s, peak, total, shrink);
         FMHA_NAME(fetch_part)(block->next, 2);
         FMHA_NAME(fetch_part)(block->next, 3);
-        if (purpose & FMHA_NAME(reduced)) {
-            REAL factor = FMHA_NAME(reduction)(p);
-            for (ptrdiff_t k = 0; k < n; k++)
-                for (ptrdiff_t q = k * lds; q < k * lds + block->queries; q += LANES) v_store(s + q, v_load(s + q) * factor);
-        }
+        if (purpose & FMHA_NAME(reduced)) FMHA_NAME(reduce)(p, block, n, s);
         if (p->dropout.factor != 0) FMHA_NAME(drop_tile)(p, block, j, s, NULL);
         const REAL *values = FMHA_NAME(values_of_block)(p, block, j, n, converted, &ld), *rows = copy;
         ldv = value_width;
@@ -466,10 +479,15 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
         }
         const char *next_keys = keys_far ? FMHA_NAME(keys_after)(p, block, start) : NULL;
         FMHA_NAME(tile_values)(run, block, banded, n, s, rows, ldv, none, out, shrink, inverse, next_keys, of_key);
-        none = 0;
         if (careful) FMHA_NAME(tile_nonfinite)(p, block, j, n, s, values, ld, p->Dv, out, value_width);
+        if (to->limited) {
+            FMHA_NAME(reduce)(p, block, n, s);
+            FMHA_NAME(tile_values)(run, block, banded, n, s, rows, ldv, none, to->limited, shrink, inverse, NULL, 0);
+        }
+        none = 0;
     }
     if (none) memset(out, 0, (size_t)(block->rows * value_width) * sizeof(REAL));
+    if (none && to->limited) memset(to->limited, 0, (size_t)(block->rows * value_width) * sizeof(REAL));
     return partly;
 }
 
@@ -477,10 +495,13 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
 static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, int purpose)
 {
     const fmha_problem *p = &run->p;
-    const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out};
+    const int large = purpose & FMHA_NAME(large);
+    const FMHA_NAME(softmaxes) sums = {m->peak, m->total, m->out, large ? m->limited : NULL},
+            behind = {m->run.peak, m->run.total, m->run.out, large ? m->limited_run : NULL};
     const REAL *lift = FMHA_NAME(pack_queries)(p, block, m->packed, m->lift) ? m->lift : NULL;
     block->written = 0;
     block->lifted = lift != NULL;
+    block->limited = large != 0;
     block->drowned = NEGATIVE_INFINITY;
     if (lift) purpose &= ~FMHA_NAME(hopeful);       /* products do not say how large scores are */
     FMHA_NAME(begin_run)(p, block, 0, &sums);
@@ -488,9 +509,9 @@ static int FMHA_NAME(forward_block)(const fmha_run *run, FMHA_NAME(rows) *block,
     if (p->sinks) purpose &= ~FMHA_NAME(straight);      /* totals of later runs lack them */
     for (ptrdiff_t j = FMHA_RUN_KEYS; j < block->met1; j += FMHA_RUN_KEYS) {
         if (!FMHA_NAME(meets_run)(block, j)) continue;
-        FMHA_NAME(begin_run)(p, block, j, &m->run);
-        partly |= FMHA_NAME(forward_keys)(run, block, m, lift, &m->run, j, j + FMHA_RUN_KEYS, purpose);
-        FMHA_NAME(merge_run)(block, &m->run, &sums);
+        FMHA_NAME(begin_run)(p, block, j, &behind);
+        partly |= FMHA_NAME(forward_keys)(run, block, m, lift, &behind, j, j + FMHA_RUN_KEYS, purpose);
+        FMHA_NAME(merge_run)(block, &behind, &sums);
     }
     return partly;
 }

@@ -72,14 +72,15 @@ static uint64_t FMHA_NAME(write_block)(const fmha_run *run, const FMHA_NAME(rows
     return tiny;
 }
 
-/* Of the values of the keys that the block attends: whether some finite one is so large that sums may overflow; or, where it is
- * not `large` that counts, whether one is not 0. */
-static int FMHA_NAME(some_value)(const fmha_problem *p, const FMHA_NAME(rows) *block, int large, REAL *converted)
+/* Of the values of keys [from, to), taken so many at a time: whether some finite one is so large that sums may overflow; or, where it
+ * is not `large` that counts, whether one is not 0. */
+static int FMHA_NAME(some_value)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t from, ptrdiff_t to, int large, ptrdiff_t step,
+                                 REAL *converted)
 {
-    for (ptrdiff_t j = block->j0, n; j < block->j1; j += n) {
+    for (ptrdiff_t j = from, n; j < to; j += n) {
         ptrdiff_t ld;
-        n = block->j1 - j < TILE_KEYS ? block->j1 - j : TILE_KEYS;
-        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, block->b, block->hkv, j, n, p->Dv, converted, &ld);
+        n = to - j < step ? to - j : step;
+        const REAL *values = FMHA_NAME(computed_rows)(p, &p->v, b, hkv, j, n, p->Dv, converted, &ld);
         if (large ? FMHA_NAME(exceeds)(n, p->Dv, values, ld, 1, LARGE_POWER) : FMHA_NAME(nonzero)(n, p->Dv, values, ld)) return 1;
     }
     return 0;
@@ -89,21 +90,26 @@ static int FMHA_NAME(some_value)(const fmha_problem *p, const FMHA_NAME(rows) *b
 static void FMHA_NAME(limited_row)(const fmha_problem *p, const REAL *sums, REAL total, REAL *to)
 {
     const REAL factor = FMHA_NAME(reduction)(p);
-    for (ptrdiff_t d = 0; d < p->Dv; d++)
-        if (to[d] - to[d] != 0) to[d] = sums[d] / total / factor;
+    const VEC zero = v_splat(0);
+    for (ptrdiff_t d = 0; d < p->Dv; d += LANES) {
+        const VEC x = v_load_n(to + d, p->Dv - d, 0), limited = v_load(sums + d) / v_splat(total) / v_splat(factor);
+        v_store_n(to + d, v_select(v_equal(x - x, zero), x, limited), p->Dv - d);
+    }
 }
 
 /* Sums of large finite values may overflow before the division: what is not finite in out again, with probabilities so small that
- * no sum can. What is finite already, and lse, stay as they are. */
+ * no sum can, unless the block has such sums. What is finite already, and lse, stay as they are. */
 static void FMHA_NAME(large_rows)(const fmha_run *run, FMHA_NAME(rows) *block, const FMHA_NAME(forward_memory) *m, uint64_t wanted,
                                   int careful)
 {
     const fmha_problem *p = &run->p;
-    if (!FMHA_NAME(some_value)(p, block, 1, m->converted)) return;
-    FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(reduced) | (careful ? FMHA_NAME(careful) : 0));
+    const REAL *sums = block->limited ? m->limited : m->out;
+    if (!block->limited) {
+        if (!FMHA_NAME(some_value)(p, block->b, block->hkv, block->j0, block->j1, 1, TILE_KEYS, m->converted)) return;
+        FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(reduced) | (careful ? FMHA_NAME(careful) : 0));
+    }
     for (ptrdiff_t r = 0; r < block->rows; r++)
-        if (wanted >> r & 1)
-            FMHA_NAME(limited_row)(p, m->out + r * block->value_width, m->total[r], FMHA_NAME(out_row)(run, block, r, m));
+        if (wanted >> r & 1) FMHA_NAME(limited_row)(p, sums + r * block->value_width, m->total[r], FMHA_NAME(out_row)(run, block, r, m));
 }
 
 /* The tiny rows again, from values so much larger that nothing of them is lost. */
@@ -111,7 +117,7 @@ static void FMHA_NAME(tiny_rows)(const fmha_run *run, FMHA_NAME(rows) *block, ui
                                  const FMHA_NAME(forward_memory) *m)
 {
     const fmha_problem *p = &run->p;
-    if (!FMHA_NAME(some_value)(p, block, 0, m->converted)) return;
+    if (!FMHA_NAME(some_value)(p, block->b, block->hkv, block->j0, block->j1, 0, TILE_KEYS, m->converted)) return;
     FMHA_NAME(forward_block)(run, block, m, FMHA_NAME(careful) | FMHA_NAME(raised));
     for (ptrdiff_t r = 0; r < block->rows; r++)
         if (tiny >> r & 1)
@@ -128,6 +134,15 @@ static inline int FMHA_NAME(tiny_value)(const fmha_problem *p, ptrdiff_t b, ptrd
     memcpy(&bound, &most, sizeof bound);
     bits &= ~SIGN_BIT;
     return 0 < bits && bits < bound;
+}
+
+/* Whether sums of values from key j on may overflow: some of its first numbers are so large. Others may, too: they are found out
+ * behind. */
+static inline int FMHA_NAME(large_value)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j)
+{
+    if (p->stored != FMHA_SAME || p->Dv == 0) return 0;
+    const VEC size = v_abs(v_load_n((const REAL *)FMHA_NAME(stored_row)(p, &p->v, b, hkv, j), p->Dv, 0));
+    return v_any(v_greater(size, v_splat(LARGEST / (1 << 24))) & ~v_greater(size, v_splat(LARGEST)));
 }
 
 /* Whether all values that the block's rows are products of are so small that these are tiny, and some are not 0. Hardly more than one is
@@ -326,15 +341,15 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     FMHA_NAME(mask_rows)(p, block, 0, p->Lk);
     if (block->additive) wanted &= ~FMHA_NAME(even_rows)(run, item, block, &memory, -1, wanted);
     if (!(wanted & ALL_ROWS >> (BLOCK_ROWS - block->rows))) return;
-    const int straight = wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
     const int hopeful = block->additive && !FMHA_NAME(rescored)(p);
     if (block->j0 >= block->j1 && !p->sinks) {
         FMHA_NAME(empty_rows)(run, item, block, &memory, wanted);
     } else if (block->j0 < block->j1 && FMHA_NAME(tiny_values)(p, block)) {
         FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
     } else {
-        int partly = hopeful ? FMHA_NAME(hopeful_block)(run, block, &memory, straight) : -1;
-        if (partly < 0) partly = FMHA_NAME(forward_block)(run, block, &memory, straight);
+        const int purpose = FMHA_NAME(large_value)(p, block->b, block->hkv, block->j0) ? FMHA_NAME(large) : wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
+        int partly = hopeful ? FMHA_NAME(hopeful_block)(run, block, &memory, purpose) : -1;
+        if (partly < 0) partly = FMHA_NAME(forward_block)(run, block, &memory, purpose);
         FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, partly);
     }
 }
@@ -395,7 +410,7 @@ static inline FMHA_NAME(softmaxes) FMHA_NAME(run_at)(const fmha_run *run, const 
     const ptrdiff_t row = item->i0 % BLOCK_ROWS, place = FMHA_NAME(place_of_run)(run, item, j);
     FMHA_NAME(softmaxes) of;
     FMHA_NAME(softmaxes_layout)(p, fmha_run_rows(p), (REAL *)run->chunks + place * FMHA_NAME(run_scratch)(p), &of);
-    return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES)};
+    return (FMHA_NAME(softmaxes)){of.peak + row, of.total + row, of.out + row * ROUND_UP(p->Dv, LANES), NULL};
 }
 
 /* The turn of an item that has a part of a run of keys at what the run leaves of its rows; without a counter where it has all. */
@@ -507,7 +522,7 @@ static void FMHA_NAME(tiled_merge)(void *context, ptrdiff_t index, int worker)
     if (item.rows == 0) return;
     FMHA_NAME(forward_layout)(p, TILE_KEYS, FMHA_NAME(scratch_of)(run, worker), &m);
     FMHA_NAME(begin_item)(p);
-    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out}, first = FMHA_NAME(run_at)(run, &item, 0);
+    const FMHA_NAME(softmaxes) sums = {m.peak, m.total, m.out, NULL}, first = FMHA_NAME(run_at)(run, &item, 0);
     memcpy(sums.peak, first.peak, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.total, first.total, (size_t)block.queries * sizeof(REAL));
     memcpy(sums.out, first.out, (size_t)(block.rows * block.value_width) * sizeof(REAL));

@@ -360,6 +360,36 @@ def test_values_at_the_ends_of_their_type_beside_removed_ones(isa, dtype, algori
 
 @dtypes
 @pytest.mark.parametrize("algorithm", FORWARD)
+@pytest.mark.parametrize("Lk", [6, 70, 300, 1100])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_sums_that_overflow_do_not_depend_on_what_another_row_attends(isa, dtype, algorithm, Lk, softcap, rng):
+    """Means of large values of both signs, beside ordinary columns and keys. Whether the first key, which one row attends, has
+    large values, too, says how the others are found, and changes no bit of other rows."""
+    q, k, v, _ = draw(rng, 2, 2, 1, 16, Lk, 12, 21, dtype)
+    large, ordinary = np.finfo(dtype).max / 2, [0, 1, 19, 20]
+    mask = rng.random((16, Lk)) < 0.3
+    mask[1:, 0], mask[:, -1], mask[0, 0] = True, False, False
+    v[..., 2:19] = np.where(rng.random((2, 1, Lk, 17)) < 0.9, large, -large)
+    v[:, :, Lk // 2, 5:9] = 1
+    rules = {"mask": mask, "algorithm": algorithm, "return_lse": True, "softcap": softcap}
+    down = dtype(2) ** -64
+    found = []
+    for first in (large, 0, 1, np.finfo(dtype).tiny, np.nan, -np.inf):
+        v[:, :, 0] = first
+        found.append(fastmha.attention(q, k, v, **rules))
+    v[:, :, 0] = 0
+    lower, lse = fastmha.attention(q, k, v * down, **rules)
+    out = found[1][0]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[..., 2:19] * down, lower[..., 2:19], rtol=0, atol=64 * np.finfo(dtype).eps * large * down)
+    assert same_bits(out[..., ordinary], lower[..., ordinary] / down)
+    for others in found:
+        assert same_bits(others[0][:, :, 1:], out[:, :, 1:])
+        assert same_bits(others[1], lse)
+
+
+@dtypes
+@pytest.mark.parametrize("algorithm", FORWARD)
 @pytest.mark.parametrize("values", [(1, 1, -2), (1, 2, -3, 0), (0.5, 0.5, -1, 1e-300)])
 def test_large_values_may_cancel(isa, dtype, algorithm, values):
     """The sum is 0 where it is rounded, as in a row that is small throughout, which is computed again from larger values."""
