@@ -507,6 +507,7 @@ def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
     subnormal = {name: getattr(ordinary, name) * limits.smallest_normal / 64 for name in ("q", "k", "v", "grad_out")}
     one_nan = ordinary.v.copy()
     one_nan[:, :, L // 2] = np.nan
+    large = np.sign(ordinary.v) * limits.max / dtype.type(4)
 
     def on(label: str, **values: Any) -> Call:
         return replace(ordinary, label=label, **values)
@@ -518,7 +519,8 @@ def input_arms(ordinary: Call) -> list[tuple[Call, Floor]]:
         (on("all subnormal", **subnormal), FINITE),
         (on("q and k huge", q=ordinary.q * dtype.type(1e15), k=ordinary.k * dtype.type(1e15)), FINITE),
         (on("v tiny", v=ordinary.v * limits.smallest_normal * 4), FINITE),
-        (on("v so large that sums overflow", v=np.sign(ordinary.v) * limits.max / dtype.type(4)), FINITE),
+        (on("v so large that sums overflow", v=large), FINITE),
+        (on("the same but for its first key", v=np.concatenate((ordinary.v[:, :, :1], large[:, :, 1:]), axis=2)), FINITE),
         (on("v NaN at one key", v=one_nan), special),
         *((on(f"all {value}", **{name: np.full_like(x, value) for name, x in subnormal.items()}), special)
           for value in (np.nan, np.inf)),

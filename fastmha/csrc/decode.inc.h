@@ -314,6 +314,9 @@ static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_
     return FMHA_NAME(decode_chunk)(run, b, hkv, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), end, lift, m, result, purpose);
 }
 
+/* Whether heads have more than one chunk. Of the only one, where no keys are removed, the results tell whether its sums are finite. */
+static inline int FMHA_NAME(several_chunks)(const fmha_problem *p) { return p->Lk > FMHA_CHUNK_KEYS; }
+
 /* A chunk of which some keys were removed if it is `partly`, has its sums. Where not all of them are finite, it is done again, its keys
  * and values being at hand: with care, unless all values are finite or no keys are removed, and where sums may have overflown, for
  * reduced ones beside. What is finite without these stays as it is, whatever other rows have. */
@@ -368,7 +371,7 @@ static void FMHA_NAME(chunk_of_item)(const fmha_run *run, ptrdiff_t b, ptrdiff_t
     }
     const int purpose = FMHA_NAME(large_chunk)(&run->p, b, hkv, j, low, end) ? FMHA_NAME(large) : 0;
     const int partly = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, purpose);
-    FMHA_NAME(finish_chunk)(run, b, hkv, j, low, end, lift, m, result, partly);
+    if (partly || FMHA_NAME(several_chunks)(&run->p)) FMHA_NAME(finish_chunk)(run, b, hkv, j, low, end, lift, m, result, partly);
 }
 
 /* Of the chunks of a block, that with key j. */
@@ -443,12 +446,17 @@ static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *b
             FMHA_NAME(lower_row)(p->Dv, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total + r, FMHA_NAME(out_row)(run, block, r, memory));
 }
 
-/* As large_rows, of chunks that are finished: those that were not finite have reduced sums. */
+/* As large_rows. Chunks that were not finite have reduced sums when they are finished. */
 static void FMHA_NAME(large_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all,
-                                    const FMHA_NAME(forward_memory) *memory)
+                                    const FMHA_NAME(forward_memory) *memory, REAL *scratch)
 {
     const fmha_problem *p = &run->p;
     int some = 0;
+    if (!FMHA_NAME(several_chunks)(p)) {
+        FMHA_NAME(decode_memory) m;
+        const REAL *lift = FMHA_NAME(begin_again)(run, block, scratch, &m);
+        FMHA_NAME(finish_chunk)(run, block->b, block->hkv, 0, block->j0, block->j1, lift, &m, all, 0);
+    }
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) some |= *FMHA_NAME(chunk_among)(p, all, j).large != 0;
     if (!some && !FMHA_NAME(some_value)(p, block->b, block->hkv, block->j0, block->j1, 1, TILE_KEYS, memory->converted)) return;
     FMHA_NAME(merge_chunks)(p, block, all, 1, memory);
@@ -548,7 +556,7 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
     }
     if (!finite || tiny) {
         FMHA_NAME(block_rows)(p, &block, b, hkv, 0, rows);
-        if (!finite) FMHA_NAME(large_chunks)(run, &block, &first, &memory);
+        if (!finite) FMHA_NAME(large_chunks)(run, &block, &first, &memory, scratch);
         if (tiny) FMHA_NAME(tiny_chunks)(run, &block, &first, tiny, raised, &memory, scratch);
         /* Of several NaN in a sum, which one it becomes is the compiler's choice, another one in turns than alone: all are made alike. */
         for (ptrdiff_t r = 0; !finite && r < rows; r++) {

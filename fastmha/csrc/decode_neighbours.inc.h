@@ -124,7 +124,8 @@ static void FMHA_NAME(decode_neighbours)(void *context, ptrdiff_t index, int wor
         if (together) FMHA_NAME(neighbours_chunk)(run, b, h, heads, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), x);
         for (ptrdiff_t e = 0; e < heads; e++) {
             if (!together) FMHA_NAME(chunk_of_item)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result);
-            else FMHA_NAME(finish_chunk)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result, x[e].partly);
+            else if (chunks > 1 || x[e].partly)
+                FMHA_NAME(finish_chunk)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result, x[e].partly);
         }
     }
     for (ptrdiff_t e = 0; chunks == 1 && e < heads; e++) FMHA_NAME(merge_head)(run, b, h + e, scratch, &x[e].result);

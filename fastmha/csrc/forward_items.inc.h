@@ -92,7 +92,7 @@ static void FMHA_NAME(limited_row)(const fmha_problem *p, const REAL *sums, REAL
     const REAL factor = FMHA_NAME(reduction)(p);
     const VEC zero = v_splat(0);
     for (ptrdiff_t d = 0; d < p->Dv; d += LANES) {
-        const VEC x = v_load_n(to + d, p->Dv - d, 0), limited = v_load(sums + d) / v_splat(total) / v_splat(factor);
+        const VEC x = v_load_n(to + d, p->Dv - d, 0), limited = v_load(sums + d) / v_splat(total) * v_splat(1 / factor);
         v_store_n(to + d, v_select(v_equal(x - x, zero), x, limited), p->Dv - d);
     }
 }
@@ -136,8 +136,7 @@ static inline int FMHA_NAME(tiny_value)(const fmha_problem *p, ptrdiff_t b, ptrd
     return 0 < bits && bits < bound;
 }
 
-/* Whether sums of values from key j on may overflow: some of its first numbers are so large. Others may, too: they are found out
- * behind. */
+/* Whether sums with the value of key j may overflow: some of its first numbers are so large. Others may, too: they are found out behind. */
 static inline int FMHA_NAME(large_value)(const fmha_problem *p, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j)
 {
     if (p->stored != FMHA_SAME || p->Dv == 0) return 0;
@@ -347,7 +346,9 @@ static void FMHA_NAME(forward_rows)(const fmha_run *run, const fmha_item *item, 
     } else if (block->j0 < block->j1 && FMHA_NAME(tiny_values)(p, block)) {
         FMHA_NAME(raised_rows)(run, item, block, &memory, wanted);
     } else {
-        const int purpose = FMHA_NAME(large_value)(p, block->b, block->hkv, block->j0) ? FMHA_NAME(large) : wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
+        const int large = FMHA_NAME(large_value)(p, block->b, block->hkv, block->j0)
+                          || FMHA_NAME(large_value)(p, block->b, block->hkv, (block->j0 + block->j1) / 2);
+        const int purpose = large ? FMHA_NAME(large) : wanted == ALL_ROWS ? FMHA_NAME(straight) : 0;
         int partly = hopeful ? FMHA_NAME(hopeful_block)(run, block, &memory, purpose) : -1;
         if (partly < 0) partly = FMHA_NAME(forward_block)(run, block, &memory, purpose);
         FMHA_NAME(finish_rows)(run, item, block, &memory, wanted, partly);
