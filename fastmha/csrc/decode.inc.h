@@ -18,11 +18,11 @@ typedef struct {
 
 /* Scratch of one thread. At its start, 0 when a run begins: what is done of the next item. q scaled (rows, width), here and of the
  * next item; scores (rows, keys) of a block of keys, of the block after it, of which `ready` are computed, and of the next item's
- * first; of each row what its sums shrink by and the lift of its scores; values (keys, value width) where they must be copied, and
+ * first; of each row what its sums shrink by and the lift of its scores; sums (rows, value width) of reduced probabilities; values (keys, value width) where they must be copied, and
  * where they must be converted. */
 typedef struct {
     FMHA_NAME(decode_begun) *begun;
-    REAL *q, *next_q, *scores, *after, *next_scores, *shrink, *lift, *copy, *converted;
+    REAL *q, *next_q, *scores, *after, *next_scores, *shrink, *lift, *limited, *copy, *converted;
     ptrdiff_t ready;
     FMHA_NAME(ahead) ahead;
     FMHA_NAME(next) *next;
@@ -45,6 +45,7 @@ static ptrdiff_t FMHA_NAME(decode_layout)(const fmha_problem *p, REAL *memory, F
     m->next_scores = FMHA_NAME(take)(memory, &used, rows * DECODE_KEYS);
     m->shrink = FMHA_NAME(take)(memory, &used, rows);
     m->lift = FMHA_NAME(take)(memory, &used, rows);
+    m->limited = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
     m->copy = FMHA_NAME(take)(memory, &used, DECODE_STEP * ROUND_UP(p->Dv, LANES));
     m->converted = FMHA_NAME(take)(memory, &used, FMHA_NAME(computed_scratch)(p, DECODE_STEP));
     return used;
@@ -57,9 +58,10 @@ static ptrdiff_t FMHA_NAME(decode_scratch)(const fmha_problem *p)
 }
 
 /* What a chunk leaves: peak and total of each row, sums of its values (rows, value width), and 1 where these are of raised values,
- * or else 0; the sums of reduced probabilities where others may have overflown, and 1 where they are there, or else 0. */
+ * or else 0; 1 where some would not be finite and are, for that, of reduced probabilities, and of each whether it is, a bit. */
 typedef struct {
-    REAL *peak, *total, *sums, *raised, *limited, *large;
+    REAL *peak, *total, *sums, *raised, *large;
+    unsigned char *reduced;
 } FMHA_NAME(chunk);
 
 static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FMHA_NAME(chunk) *chunk)
@@ -69,8 +71,9 @@ static ptrdiff_t FMHA_NAME(chunk_layout)(const fmha_problem *p, REAL *memory, FM
     chunk->total = FMHA_NAME(take)(memory, &used, rows);
     chunk->sums = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
     chunk->raised = FMHA_NAME(take)(memory, &used, 1);
-    chunk->limited = FMHA_NAME(take)(memory, &used, rows * ROUND_UP(p->Dv, LANES));
     chunk->large = FMHA_NAME(take)(memory, &used, 1);
+    const ptrdiff_t bits = rows * ROUND_UP(p->Dv, LANES), of_real = 8 * (ptrdiff_t)sizeof(REAL);
+    chunk->reduced = (unsigned char *)FMHA_NAME(take)(memory, &used, (bits + of_real - 1) / of_real);
     return used;
 }
 
@@ -240,10 +243,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
     int partly = 0;
     FMHA_NAME(begin_chunk)(rows, value_width, result);
     *result->raised = raised ? 1 : 0;
-    if (purpose & FMHA_NAME(large)) {
-        memset(result->limited, 0, (size_t)(rows * value_width) * sizeof(REAL));
-        *result->large = 1;
-    }
+    if (purpose & FMHA_NAME(large)) memset(m->limited, 0, (size_t)(rows * value_width) * sizeof(REAL));
     if (raised) memset(m->copy, 0, (size_t)(DECODE_STEP * value_width) * sizeof(REAL));
     const int whole = p->Dv == value_width || STORED_PARTS(p->stored);     /* values can be read where they lie */
     const int in_turns = m->ahead.turns && !lift && !purpose && whole && p->D > 0 && p->Dv > 0 && DECODE_USUAL(p->stored);
@@ -290,7 +290,7 @@ static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t h
         if (FMHA_NAME(values_of_keys)(p, b, hkv, j, e, n, whole, careful && touched, purpose, then, m, scores, out, shrink)) return -1;
         if (purpose & FMHA_NAME(large)) {
             FMHA_NAME(reduce_rows)(p, rows, n, scores);
-            FMHA_NAME(values_of_keys)(p, b, hkv, j, e, n, whole, 0, purpose, then, m, scores, result->limited, shrink);
+            FMHA_NAME(values_of_keys)(p, b, hkv, j, e, n, whole, 0, purpose, then, m, scores, m->limited, shrink);
         }
         m->scores = after;
         m->after = scores;
@@ -318,33 +318,31 @@ static int FMHA_NAME(decode_chunk_at)(const fmha_run *run, ptrdiff_t b, ptrdiff_
 static inline int FMHA_NAME(several_chunks)(const fmha_problem *p) { return p->Lk > FMHA_CHUNK_KEYS; }
 
 /* A chunk of which some keys were removed if it is `partly`, has its sums. Where not all of them are finite, it is done again, its keys
- * and values being at hand: with care, unless all values are finite or no keys are removed, and where sums may have overflown, for
- * reduced ones beside. What is finite without these stays as it is, whatever other rows have. */
+ * and values being at hand: with care, unless all values are finite or no keys are removed, and where sums may have overflown, with
+ * reduced probabilities, unless such sums were `made` beside. What is finite without these stays as it is, whatever other rows have. */
 static void FMHA_NAME(finish_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t j, ptrdiff_t low, ptrdiff_t end,
-                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int partly)
+                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int partly, int made)
 {
     const fmha_problem *p = &run->p;
-    const ptrdiff_t rows = p->H / p->Hkv * p->Lq, value_width = ROUND_UP(p->Dv, LANES);
+    const ptrdiff_t rows = p->H / p->Hkv * p->Lq, numbers = rows * ROUND_UP(p->Dv, LANES);
     const ptrdiff_t from = FMHA_NAME(chunk_begin)(j, low), to = FMHA_NAME(chunk_end)(j, end);
-    const VEC factor = v_splat(FMHA_NAME(reduction)(p)), zero = v_splat(0);
-    if (FMHA_NAME(all_finite)(rows, value_width, result->sums, value_width)) {
-        *result->large = 0;     /* as those of others in its place */
-        return;
-    }
+    if (FMHA_NAME(all_finite)(1, numbers, result->sums, numbers)) return;
     const int careful = partly && !FMHA_NAME(values_finite)(p, b, hkv, from, to) ? FMHA_NAME(careful) : 0;
     m->ready = 0;
     if (careful) FMHA_NAME(decode_chunk)(run, b, hkv, from, to, end, lift, m, result, careful);
-    if (*result->large == 0) {
+    if (!made || careful) {
         if (!FMHA_NAME(some_value)(p, b, hkv, from, to, 1, DECODE_STEP, m->converted)) return;
         FMHA_NAME(chunk) reduced = *result;
-        reduced.sums = result->limited;
+        reduced.sums = m->limited;
         FMHA_NAME(decode_chunk)(run, b, hkv, from, to, end, lift, m, &reduced, FMHA_NAME(reduced) | careful);
     }
-    for (ptrdiff_t e = 0; e < rows * value_width; e += LANES) {
-        const VEC x = v_load(result->sums + e);
-        v_store(result->limited + e, v_select(v_equal(x - x, zero), x * factor, v_load(result->limited + e)));
-    }
     *result->large = 1;
+    memset(result->reduced, 0, (size_t)(numbers + 7) / 8);
+    for (ptrdiff_t e = 0; e < numbers; e++)
+        if (result->sums[e] - result->sums[e] != 0) {
+            result->sums[e] = m->limited[e];
+            result->reduced[e / 8] |= (unsigned char)(1 << e % 8);
+        }
 }
 
 /* Whether sums of the values of a chunk may overflow: then reduced ones are made beside. */
@@ -371,14 +369,22 @@ static void FMHA_NAME(chunk_of_item)(const fmha_run *run, ptrdiff_t b, ptrdiff_t
     }
     const int purpose = FMHA_NAME(large_chunk)(&run->p, b, hkv, j, low, end) ? FMHA_NAME(large) : 0;
     const int partly = FMHA_NAME(decode_chunk_at)(run, b, hkv, j, low, end, lift, m, result, purpose);
-    if (partly || FMHA_NAME(several_chunks)(&run->p)) FMHA_NAME(finish_chunk)(run, b, hkv, j, low, end, lift, m, result, partly);
+    if (partly || purpose || FMHA_NAME(several_chunks)(&run->p))
+        FMHA_NAME(finish_chunk)(run, b, hkv, j, low, end, lift, m, result, partly, purpose);
+}
+
+/* Whether sum number e of a chunk is of reduced probabilities. */
+static inline int FMHA_NAME(is_reduced)(const FMHA_NAME(chunk) *chunk, ptrdiff_t e)
+{
+    return *chunk->large != 0 && chunk->reduced[e / 8] >> e % 8 & 1;
 }
 
 /* Of the chunks of a block, that with key j. */
 static inline FMHA_NAME(chunk) FMHA_NAME(chunk_among)(const fmha_problem *p, const FMHA_NAME(chunk) *all, ptrdiff_t j)
 {
     const ptrdiff_t at = j / FMHA_CHUNK_KEYS * FMHA_NAME(chunk_scratch)(p);
-    return (FMHA_NAME(chunk)){all->peak + at, all->total + at, all->sums + at, all->raised + at, all->limited + at, all->large + at};
+    return (FMHA_NAME(chunk)){all->peak + at, all->total + at, all->sums + at, all->raised + at, all->large + at,
+                              all->reduced + at * (ptrdiff_t)sizeof(REAL)};
 }
 
 /* The memory in which chunks of a block are made again, by itself. Returns what decode_queries does. */
@@ -389,31 +395,25 @@ static const REAL *FMHA_NAME(begin_again)(const fmha_run *run, const FMHA_NAME(r
     return FMHA_NAME(decode_queries)(&run->p, block->b, block->hkv, block->rows, m->q, m->lift);
 }
 
-/* The chunks of a block become one, in their order: memory gets the softmaxes of all, and of the sinks; with sums of values, or
- * `limited` ones. */
-static void FMHA_NAME(merge_chunks)(const fmha_problem *p, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, int limited,
+/* The chunks of a block become one, in their order: memory gets the softmaxes of all, and of the sinks; with the sums of values, or all
+ * of them `reduced`. */
+static void FMHA_NAME(merge_chunks)(const fmha_problem *p, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all, int reduced,
                                     const FMHA_NAME(forward_memory) *memory)
 {
     const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
-    const REAL reduction = limited ? FMHA_NAME(reduction)(p) : 1;
+    const REAL factor = reduced ? FMHA_NAME(reduction)(p) : 1;
     REAL *out = memory->out, *peak = memory->peak, *total = memory->total;
     for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
         const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
-        const int has_limited = limited && *of.large != 0;
-        const REAL *sums = has_limited ? of.limited : of.sums, factor = has_limited ? 1 : reduction;
         for (ptrdiff_t r = 0; r < block->rows; r++) {
-            const ptrdiff_t first = r * value_width, last = first + value_width;
-            if (j == 0) {
-                for (ptrdiff_t d = first; d < last; d += LANES) v_store(out + d, v_load(sums + d) * factor);
-                peak[r] = of.peak[r];
-                total[r] = of.total[r];
-                continue;
+            if (j > 0 && of.total[r] == 0) continue;        /* no key of the chunk is attended */
+            const REAL most = j == 0 || of.peak[r] > peak[r] ? of.peak[r] : peak[r];
+            const REAL mine = j == 0 ? 0 : FMHA_NAME(exp_of)(peak[r] - most), other = j == 0 ? 1 : FMHA_NAME(exp_of)(of.peak[r] - most);
+            for (ptrdiff_t d = r * value_width; d < (r + 1) * value_width; d++) {
+                const REAL sum = of.sums[d] * (FMHA_NAME(is_reduced)(&of, d) ? 1 : factor);
+                out[d] = j == 0 ? sum : out[d] * mine + sum * other;
             }
-            if (of.total[r] == 0) continue;     /* no key of the chunk is attended */
-            const REAL most = of.peak[r] > peak[r] ? of.peak[r] : peak[r];
-            const REAL mine = FMHA_NAME(exp_of)(peak[r] - most), other = FMHA_NAME(exp_of)(of.peak[r] - most);
-            for (ptrdiff_t d = first; d < last; d += LANES) v_store(out + d, v_load(out + d) * mine + v_load(sums + d) * factor * other);
-            total[r] = total[r] * mine + of.total[r] * other;
+            total[r] = j == 0 ? of.total[r] : total[r] * mine + of.total[r] * other;
             peak[r] = most;
         }
     }
@@ -446,22 +446,31 @@ static void FMHA_NAME(tiny_chunks)(const fmha_run *run, const FMHA_NAME(rows) *b
             FMHA_NAME(lower_row)(p->Dv, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total + r, FMHA_NAME(out_row)(run, block, r, memory));
 }
 
-/* As large_rows. Chunks that were not finite have reduced sums when they are finished. */
+/* As large_rows. Sums of chunks that would not be finite are reduced when these are finished. */
 static void FMHA_NAME(large_chunks)(const fmha_run *run, const FMHA_NAME(rows) *block, const FMHA_NAME(chunk) *all,
                                     const FMHA_NAME(forward_memory) *memory, REAL *scratch)
 {
     const fmha_problem *p = &run->p;
+    const ptrdiff_t value_width = ROUND_UP(p->Dv, LANES);
     int some = 0;
-    if (!FMHA_NAME(several_chunks)(p)) {
+    if (!FMHA_NAME(several_chunks)(p) && *all->large == 0) {
         FMHA_NAME(decode_memory) m;
         const REAL *lift = FMHA_NAME(begin_again)(run, block, scratch, &m);
-        FMHA_NAME(finish_chunk)(run, block->b, block->hkv, 0, block->j0, block->j1, lift, &m, all, 0);
+        FMHA_NAME(finish_chunk)(run, block->b, block->hkv, 0, block->j0, block->j1, lift, &m, all, 0, 0);
     }
-    for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) some |= *FMHA_NAME(chunk_among)(p, all, j).large != 0;
+    for (ptrdiff_t j = 0; j < p->Lk; j += FMHA_CHUNK_KEYS) {
+        const FMHA_NAME(chunk) of = FMHA_NAME(chunk_among)(p, all, j);
+        some |= *of.large != 0;
+        for (ptrdiff_t r = 0; *of.large != 0 && r < block->rows; r++) {
+            REAL *out = FMHA_NAME(out_row)(run, block, r, memory);
+            for (ptrdiff_t d = 0; of.total[r] != 0 && d < p->Dv; d++)
+                if (FMHA_NAME(is_reduced)(&of, r * value_width + d)) out[d] = (REAL)INFINITY;
+        }
+    }
     if (!some && !FMHA_NAME(some_value)(p, block->b, block->hkv, block->j0, block->j1, 1, TILE_KEYS, memory->converted)) return;
     FMHA_NAME(merge_chunks)(p, block, all, 1, memory);
     for (ptrdiff_t r = 0; r < block->rows; r++)
-        FMHA_NAME(limited_row)(p, memory->out + r * ROUND_UP(p->Dv, LANES), memory->total[r], FMHA_NAME(out_row)(run, block, r, memory));
+        FMHA_NAME(limited_row)(p, memory->out + r * value_width, memory->total[r], FMHA_NAME(out_row)(run, block, r, memory));
 }
 
 /* Of a block of which some chunk has sums of raised values: whether all have that some row attends. Else all get ordinary ones. */
@@ -481,7 +490,7 @@ static int FMHA_NAME(chunks_raised)(const fmha_run *run, const FMHA_NAME(rows) *
         m.ready = 0;
         if (*of.raised == 0) continue;
         const int partly = FMHA_NAME(decode_chunk_at)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, 0);
-        FMHA_NAME(finish_chunk)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, partly);
+        FMHA_NAME(finish_chunk)(run, block->b, block->hkv, j, block->j0, block->j1, lift, &m, &of, partly, 0);
     }
     return 0;
 }
@@ -550,6 +559,7 @@ static void FMHA_NAME(merge_head)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hk
         if (run->lse) ((REAL *)run->lse)[(b * p->H + h) * p->Lq + i]
                 = total == 0 ? NEGATIVE_INFINITY : total == total ? shift + REAL_LOG(total) : (REAL)NAN;
     }
+    for (ptrdiff_t c = 0; c < chunks; c++) finite &= first.large[c * size] == 0;
     for (ptrdiff_t r = 0; raised && r < rows; r++) {
         REAL *out = FMHA_NAME(out_row)(run, &block, r, &memory);
         tiny |= (uint64_t)(*out == *out) << r;

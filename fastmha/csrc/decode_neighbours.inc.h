@@ -125,7 +125,7 @@ static void FMHA_NAME(decode_neighbours)(void *context, ptrdiff_t index, int wor
         for (ptrdiff_t e = 0; e < heads; e++) {
             if (!together) FMHA_NAME(chunk_of_item)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result);
             else if (chunks > 1 || x[e].partly)
-                FMHA_NAME(finish_chunk)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result, x[e].partly);
+                FMHA_NAME(finish_chunk)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result, x[e].partly, 0);
         }
     }
     for (ptrdiff_t e = 0; chunks == 1 && e < heads; e++) FMHA_NAME(merge_head)(run, b, h + e, scratch, &x[e].result);

@@ -52,7 +52,7 @@ static ptrdiff_t FMHA_NAME(forward_layout)(const fmha_problem *p, ptrdiff_t keys
     m->result = FMHA_NAME(take)(memory, &used, p->element == FMHA_SAME ? 0 : value_width * BLOCK_ROWS);
     used += FMHA_NAME(softmaxes_layout)(p, BLOCK_ROWS, memory ? memory + used : NULL, &m->run);
     m->limited = FMHA_NAME(take)(memory, &used, value_width * BLOCK_ROWS);
-    m->limited_run = FMHA_NAME(take)(memory, &used, p->Lk > FMHA_RUN_KEYS ? value_width * BLOCK_ROWS : 0);
+    m->limited_run = FMHA_NAME(take)(memory, &used, value_width * BLOCK_ROWS);
     return used;
 }
 
@@ -423,7 +423,7 @@ static int FMHA_NAME(forward_keys)(const fmha_run *run, FMHA_NAME(rows) *block, 
                                    const FMHA_NAME(softmaxes) *to, ptrdiff_t first, ptrdiff_t last, int purpose)
 {
     const fmha_problem *p = &run->p;
-    ptrdiff_t lds = block->ld, value_width = block->value_width, ld, ldv;
+    ptrdiff_t value_width = block->value_width, ld, ldv;
     REAL *packed = m->packed, *s = m->scores, *out = to->out, *peak = to->peak, *total = to->total, *shrink = m->shrink;
     REAL *copy = m->copy, *converted = m->converted;
     int partly = 0, none = !(purpose & FMHA_NAME(continued));      /* none: no sums of out yet */
