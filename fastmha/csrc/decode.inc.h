@@ -18,8 +18,8 @@ typedef struct {
 
 /* Scratch of one thread. At its start, 0 when a run begins: what is done of the next item. q scaled (rows, width), here and of the
  * next item; scores (rows, keys) of a block of keys, of the block after it, of which `ready` are computed, and of the next item's
- * first; of each row what its sums shrink by and the lift of its scores; sums (rows, value width) of reduced probabilities; values (keys, value width) where they must be copied, and
- * where they must be converted. */
+ * first; of each row what its sums shrink by and the lift of its scores; sums (rows, value width) of reduced probabilities; values
+ * (keys, value width) where they must be copied, and where they must be converted. */
 typedef struct {
     FMHA_NAME(decode_begun) *begun;
     REAL *q, *next_q, *scores, *after, *next_scores, *shrink, *lift, *limited, *copy, *converted;
@@ -231,8 +231,8 @@ static void FMHA_NAME(reduce_rows)(const fmha_problem *p, ptrdiff_t rows, ptrdif
 }
 
 /* One chunk [first, last) of keys for all rows of a group; lift NULL: 1. Returns whether some keys may be removed, or -1 where it is
- * given up. purpose: 0, or some of those of a pass. m->ready: of
- * how many keys m->scores holds the scores already; on return, of those after the chunk, up to `end`, the item's. */
+ * given up. purpose: 0, or some of those of a pass; of a large one, m->limited gets the reduced sums. m->ready: of how many keys
+ * m->scores holds the scores already; on return, of those after the chunk, up to `end`, the item's. */
 static int FMHA_NAME(decode_chunk)(const fmha_run *run, ptrdiff_t b, ptrdiff_t hkv, ptrdiff_t first, ptrdiff_t last, ptrdiff_t end,
                                    const REAL *lift, FMHA_NAME(decode_memory) *m, const FMHA_NAME(chunk) *result, int purpose)
 {
