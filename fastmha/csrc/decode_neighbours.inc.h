@@ -120,7 +120,8 @@ static void FMHA_NAME(decode_neighbours)(void *context, ptrdiff_t index, int wor
         for (ptrdiff_t e = 0; chunks > 1 && e < heads; e++)
             x[e].result = FMHA_NAME(chunk_of)(run, (b * p->Hkv + h + e) * chunks + j / FMHA_CHUNK_KEYS);
         int together = ordinary;
-        for (ptrdiff_t e = 0; e < heads && together; e++) together = !FMHA_NAME(tiny_chunk)(p, b, h + e, j, low, end) && !FMHA_NAME(large_chunk)(p, b, h + e, j, low, end);
+        for (ptrdiff_t e = 0; e < heads && together; e++)
+            together = !FMHA_NAME(tiny_chunk)(p, b, h + e, j, low, end) && !FMHA_NAME(large_chunk)(p, b, h + e, j, low, end);
         if (together) FMHA_NAME(neighbours_chunk)(run, b, h, heads, FMHA_NAME(chunk_begin)(j, low), FMHA_NAME(chunk_end)(j, end), x);
         for (ptrdiff_t e = 0; e < heads; e++) {
             if (!together) FMHA_NAME(chunk_of_item)(run, b, h + e, j, low, end, lift[e], &x[e].m, &x[e].result);
